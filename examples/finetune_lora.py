@@ -159,7 +159,7 @@ def make_step(structure, optimizer, options):
     """One update: gradients of all parts of a batch are added before it. Only the adapters have gradients."""
 
     def step(adapters, opt_state, frozen, batch):
-        count = has_target(batch["segments"]).sum().astype(jnp.float32)
+        count = jnp.maximum(has_target(batch["segments"]).sum(), 1).astype(jnp.float32)  # rows may have no next token
 
         def loss(adapters, part):
             model = nnx.merge(structure, adapters, frozen)
@@ -229,8 +229,26 @@ def parse(argv=None):
     parser.add_argument("--dtype", default="float32" if jax.default_backend() == "cpu" else "bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+    for name in ("steps", "save_every", "batch_size", "accumulate", "rank", "layers"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 1")
+    if options.length < 2:
+        parser.error(f"--length {options.length}: expected at least 2, a token and the next one")
     options.schedule_steps = options.schedule_steps or options.steps
     return options
+
+
+def read_documents(options):
+    """The texts to train on. Raises SystemExit for a file that cannot be read or has none."""
+    if options.text is None:
+        return sentences(400, options.seed)
+    try:
+        documents = [line for line in Path(options.text).read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--text {options.text}: {error}") from None
+    if not documents:
+        raise SystemExit(f"--text {options.text}: has no documents, expected one on each line")
+    return documents
 
 
 def check_settings(out, options):
@@ -238,7 +256,10 @@ def check_settings(out, options):
     settings = {name: value for name, value in vars(options).items() if name not in FREE}
     path = out / "settings.json"
     if path.exists() and (out / "losses.json").exists():
-        before = json.loads(path.read_text())
+        try:
+            before = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise SystemExit(f"{path}: no settings of a run ({error}); give another --out") from None
         changed = [name for name in settings if settings[name] != before.get(name)]
         if changed:
             name = changed[0]
@@ -246,8 +267,11 @@ def check_settings(out, options):
                 f"{out} holds a run with {name}={before.get(name)}, not {settings[name]}: it goes on with the options "
                 "that it began with, where --steps alone may grow (--schedule-steps stays); else give another --out"
             )
-    out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings, indent=2))
+    except OSError as error:
+        raise SystemExit(f"--out {out}: {error.strerror}") from None
 
 
 def main(argv=None):
@@ -255,10 +279,12 @@ def main(argv=None):
     options = parse(argv)
     mesh = parse_mesh(options.mesh) if options.mesh else None
     out = Path(options.out).absolute()
+    documents = read_documents(options)
     check_settings(out, options)
     model, encode = load(options, mesh)
-    documents = Path(options.text).read_text().splitlines() if options.text else sentences(400, options.seed)
     ids, segments = pack([tokens for tokens in map(encode, documents) if tokens], options.length)
+    if not has_target(segments).any():
+        raise SystemExit("no document has two tokens: there is nothing to learn")
     filled = (segments > 0).mean()
     print(f"{len(documents)} documents in {len(ids)} rows of {options.length} tokens, {filled:.0%} of them filled")
     print(model.moe_blocks()[0].experts.explain(num_tokens=options.batch_size * options.length))

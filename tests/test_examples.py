@@ -169,6 +169,52 @@ class TestFinetune:
                 check(*other)
         check("--steps", "12")  # what was refused has changed nothing
 
+    def test_what_cannot_be_trained_on_is_one_line(self, tmp_path, capsys):
+        module = example("finetune_lora")
+        for args, text in (
+            (["--steps", "0"], "--steps 0: expected at least 1"),
+            (["--save-every", "0"], "--save-every 0: expected at least 1"),
+            (["--length", "1"], "--length 1: expected at least 2"),
+        ):
+            with pytest.raises(SystemExit):
+                module.parse(args)
+            assert text in capsys.readouterr().err
+        (tmp_path / "empty").write_text("\n \n")
+        (tmp_path / "binary").write_bytes(b"the caf\xe9")
+        (tmp_path / "damaged").mkdir()
+        (tmp_path / "damaged/losses.json").write_text("[]")
+        (tmp_path / "damaged/settings.json").write_text("[1, 2]")
+        text = lambda name: ["--text", str(tmp_path / name), "--out", str(tmp_path / "new")]  # noqa: E731
+        for args, message in (
+            (text("empty"), "empty: has no documents"),
+            (text("binary"), "binary: 'utf-8' codec"),
+            (text("absent"), "absent: .*No such file"),
+            (["--out", str(tmp_path / "empty")], "empty: File exists"),
+            (["--out", str(tmp_path / "damaged")], "settings.json: no settings of a run"),
+        ):
+            with pytest.raises(SystemExit, match=message):
+                module.main(args)
+        assert not (tmp_path / "new").exists()
+
+    def test_rows_without_a_next_token_change_nothing(self, tmp_path):
+        """One word on most lines: batches of such rows have no loss, and no NaN."""
+        module = example("finetune_lora")
+        (tmp_path / "text").write_text("tree\n" * 40 + "the old tree\n")
+        args = [
+            "--text",
+            str(tmp_path / "text"),
+            "--out",
+            str(tmp_path / "out"),
+            "--length",
+            "3",
+            "--targets",
+            "o_proj",
+        ]
+        with jax.numpy_dtype_promotion("standard"):
+            losses, model = module.main([*args, "--steps", "3", "--batch-size", "1", "--accumulate", "1"])
+        assert 0.0 in losses and np.isfinite(losses).all()
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(nnx.state(model, moe_jax.LoRAParam)))
+
     @pytest.mark.slow
     @pytest.mark.parametrize("size", ["tiny", "qwen3-30b-a3b"])
     def test_a_mesh_trains_as_one_device_does(self, tmp_path, monkeypatch, size):

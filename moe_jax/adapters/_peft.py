@@ -14,7 +14,6 @@ transformers 4 name each expert, ``experts.3.gate_proj`` or ``experts.3.w1``, an
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ import numpy as np
 from moe_jax._arguments import check_not_traced, shown
 from moe_jax._output import write_output
 from moe_jax.adapters._lora import Projection, adaptable
+from moe_jax.adapters._peft_targets import Targets
 from moe_jax.loading import CheckpointError, SafetensorsFile
 from moe_jax.loading._errors import listed, read_json
 from moe_jax.models._decoder import CausalLM
@@ -40,6 +40,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 _NOT_BUILT = ("use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "modules_to_save", "rank_pattern")
 _NOT_BUILT += ("alpha_pattern", "layer_replication", "trainable_token_indices", "alora_invocation_tokens")
 _NOT_BUILT += ("arrow_config", "kasa_config", "velora_config", "monteclora_config", "megatron_config")
+# Values of init_lora_weights, or what they begin with, whose adapters belong to weights that PEFT has changed.
+_CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _PARAMETERS = dict(w13="gate_up_proj", w2="down_proj")
 _OF_AN_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<word>\w+)")
 _WORDS = dict(gate_proj=("w13", 0), w1=("w13", 0), up_proj=("w13", 1), w3=("w13", 1), down_proj=("w2", 0), w2=("w2", 0))
@@ -90,7 +92,7 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
     if len(held) > 1:
         raise ValueError(f"adapters have several (rank, alpha), {sorted(held)}; a file of PEFT has one here")
     ((rank, alpha),) = held
-    if places.partial(adapted) is None:  # names that hold for every layer
+    if not places.left_out(adapted):  # names that hold for every layer
         modules = {name.rpartition(".")[2] for name in modules}
         parameters = {".".join(name.split(".")[-3:]) for name in parameters}
     config = dict(
@@ -131,7 +133,7 @@ def load_lora(model: Any, source: Any) -> Any:
 
     Raises:
         ValueError: files that are damaged, or of another model: names, shapes and the rank are compared, and so are
-            layers unless the configuration says which, as by ``layers_to_transform``; a weight that has an adapter
+            the layers that the configuration names, as by ``layers_to_transform``; a weight that has an adapter
             already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name; a
             layer over a mesh with copies of experts. TypeError: no whole model. The model is then untouched.
     """
@@ -179,8 +181,11 @@ def _read_files(places: "_Places", root: Path) -> _Files:
     config = read_json(root / CONFIG_FILE, max_bytes=_MAX_CONFIG_BYTES)
     rank, alpha = _read_config(config, root / CONFIG_FILE)
     with SafetensorsFile(root / WEIGHTS_FILE) as file:
-        tensors = {name.removeprefix(_PREFIX): file.read(name) for name in file.names}
-    reader = _Reader(root / WEIGHTS_FILE, places, rank, {name: _supported(array) for name, array in tensors.items()})
+        twice = [name for name in file.names if _PREFIX + name in file.names]
+        if twice:
+            raise CheckpointError(f"{root / WEIGHTS_FILE}: {listed(twice)}: there with {_PREFIX} in front as well")
+        tensors = {name.removeprefix(_PREFIX): _supported(file.read(name), name, file.path) for name in file.names}
+    reader = _Reader(root / WEIGHTS_FILE, places, rank, tensors)
     return _Files(rank, alpha, *reader.read(config))
 
 
@@ -219,26 +224,36 @@ def _read_config(config: Mapping[str, Any], path: Path) -> tuple[int, float]:
     wrong = [name for name in _NOT_BUILT if config.get(name)]
     if wrong:
         raise NotImplementedError(f"{path}: {wrong[0]}={config[wrong[0]]!r} is not built")
+    start = str(config.get("init_lora_weights")).lower()
+    if start.startswith(_CHANGES_WEIGHTS):
+        raise NotImplementedError(
+            f"{path}: init_lora_weights={start!r}: the adapter belongs to weights that PEFT has changed, which is not "
+            "built; save it with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise CheckpointError(f"{path}: r is {rank!r}, expected an integer of at least 1")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or alpha <= 0:
         raise CheckpointError(f"{path}: lora_alpha is {alpha!r}, expected a number above 0")
-    return rank, float(alpha) * (rank**0.5 if config.get("use_rslora") else 1.0)
+    if alpha > float(np.finfo(np.float32).max):
+        raise CheckpointError(f"{path}: lora_alpha is {shown(alpha)}, above the largest float32")
+    is_rank_stabilized = config.get("use_rslora") or False
+    if not isinstance(is_rank_stabilized, bool):
+        raise CheckpointError(f"{path}: use_rslora is {is_rank_stabilized!r}, expected true or false")
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(one, str) for one in parameters):
+        raise CheckpointError(f"{path}: target_parameters is {shown(parameters)}, expected a list of strings")
+    return rank, float(alpha) * (rank**0.5 if is_rank_stabilized else 1.0)
 
 
-def _names_layers(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration chooses among layers: by number, by names or a pattern with numbers, or by exclusion."""
-    if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
-        return True
-    targets = (config.get(field) or () for field in ("target_modules", "target_parameters"))
-    names = [name for of in targets for name in ((of,) if isinstance(of, str) else of)]
-    return any(re.search(r"\d.*\.", str(name)) for name in names)
-
-
-def _supported(array: np.ndarray) -> np.ndarray:
-    """bfloat16 and float32 as they are, other floats as float32."""
-    return array if array.dtype in (jnp.bfloat16, np.float32) else array.astype(np.float32)
+def _supported(array: np.ndarray, name: str, path: Path) -> np.ndarray:
+    """bfloat16 and float32 as they are, float16 and float64 as float32."""
+    if array.dtype in (jnp.bfloat16, np.float32):
+        return array
+    if array.dtype not in (np.float16, np.float64):
+        raise NotImplementedError(f"{path}: {name} is {array.dtype}, expected a float of 16, 32 or 64 bits")
+    with np.errstate(over="ignore"):  # infinity is refused where shapes are
+        return array.astype(np.float32)
 
 
 class _Places:
@@ -256,6 +271,7 @@ class _Places:
                 f"{self.family.__name__}: PEFT's names for adapters of these experts are not known"
             )
         # transformers 5 has "mlp" for what checkpoints call block_sparse_moe, except in this family.
+        self.old_experts = f"{self.family.moe_module}.experts"
         self.moe_module = "block_sparse_moe" if self.family.model_type == "granitemoe" else "mlp"
         prefix = self.family.layers_module()
         _, projections = adaptable(model)
@@ -272,23 +288,30 @@ class _Places:
             if id(layer.mlp) in blocks
         }
 
-    def partial(self, adapted: Iterable[str]) -> tuple[str, int, int] | None:
-        """(kind of a weight, layers that have it among ``adapted``, layers of the model that have it) of the first kind
-        that some layers of the model miss. adapted: names of projections, of experts with ".w13" or ".w2".
+    def left_out(self, adapted: Iterable[str]) -> dict[str, list[str]]:
+        """{kind of a weight: names of it without an adapter}, of kinds that other layers have among ``adapted``.
+
+        adapted: names of projections, of experts with ".w13" or ".w2"; so are the names that are found.
         """
-        prefix = f"{self.family.layers_module()}."
-
-        def by_kind(names: Iterable[str]) -> Counter[str]:
-            return Counter(name.removeprefix(prefix).partition(".")[2] for name in names)
-
+        held = set(adapted)
+        kinds = {self.kind(name) for name in held}
         of_experts = (f"{experts}.{name}" for experts in self.experts for name in EXPERT_TARGETS)
-        of_model = by_kind((*self.projections, *of_experts))
-        wrong = ((kind, count, of_model[kind]) for kind, count in by_kind(adapted).items() if count < of_model[kind])
-        return next(wrong, None)
+        found: dict[str, list[str]] = {}
+        for name in (*self.projections, *of_experts):
+            if name not in held and self.kind(name) in kinds:
+                found.setdefault(self.kind(name), []).append(name)
+        return found
+
+    def kind(self, name: str) -> str:
+        """The name of a weight within its layer."""
+        return name.removeprefix(f"{self.family.layers_module()}.").partition(".")[2]
+
+    def layer(self, name: str) -> int:
+        return int(name.removeprefix(f"{self.family.layers_module()}.").partition(".")[0])
 
     def canonical(self, experts: str) -> str:
         """The name of experts in transformers 5 for that of a checkpoint."""
-        old = f".{self.family.moe_module}.experts"
+        old = f".{self.old_experts}"
         return experts if not experts.endswith(old) else experts.removesuffix(old) + f".{self.moe_module}.experts"
 
 
@@ -372,7 +395,10 @@ class _Reader(NamedTuple):
                 n, k = self.places.projections[name].linear.weight.shape
                 projections[name] = self._checked(name, pair, (self.rank, k), (n, self.rank))
             elif match and home in self.places.experts and match["word"] in _WORDS:
-                by_expert.setdefault(home, {})[int(match["expert"]), *_WORDS[match["word"]]] = pair
+                target, place = _WORDS[match["word"]]
+                key = (int(match["expert"]), target, place)
+                if by_expert.setdefault(home, {}).setdefault(key, pair) is not pair:
+                    raise ValueError(f"{self.path}: {name} is there under another name as well")
             elif inner in self.places.experts:
                 experts.setdefault(inner, {}).update(self._fused(name, pair, pairs, config))
             else:
@@ -381,18 +407,44 @@ class _Reader(NamedTuple):
             of = self.places.family.__name__
             raise ValueError(f"{self.path}: {listed(unknown)}: a {of} has no such weight that takes an adapter")
         for home, found in by_expert.items():
-            experts.setdefault(home, {}).update(self._stacked(home, found))
+            if home in experts:
+                raise ValueError(f"{self.path}: {home} has adapters of each expert and of all in one")
+            experts[home] = self._stacked(home, found)
         if not experts and not projections:
             raise ValueError(f"{self.path}: holds no adapters")
         of_experts = (f"{home}.{name[:-2]}" for home, arrays in experts.items() for name in arrays if name[-2:] == "_a")
-        partial = self.places.partial((*projections, *of_experts))
-        if partial is not None and not _names_layers(config):
-            kind, count, of_model = partial
-            raise ValueError(
-                f"{self.path}: has {kind} of {count} layers, expected all {of_model} of the model: an adapter of "
-                f"another model, or one whose {CONFIG_FILE} does not say which layers it has, as by layers_to_transform"
-            )
+        self._check_layers((*projections, *of_experts), config, one_by_one=bool(by_expert))
         return experts, projections
+
+    def _check_layers(self, adapted: Sequence[str], config: Mapping[str, Any], *, one_by_one: bool) -> None:
+        """Raise ValueError where the configuration names weights of layers that the file leaves out.
+
+        one_by_one: whether the file has tensors for each expert.
+        """
+        left_out = self.places.left_out(adapted)
+        keys = {name: self._keys(name, one_by_one) for names in left_out.values() for name in names}
+        longest = max((len(key) for own in keys.values() for key in own), default=0)
+        targets = Targets(config, self.path.parent / CONFIG_FILE, longest)
+        for kind, names in left_out.items():
+            stated = [n for n in names if any(targets.has(key, self.places.layer(n)) for key in keys[n])]
+            if stated:
+                count = sum(self.places.kind(name) == kind for name in adapted)
+                raise ValueError(
+                    f"{self.path}: has {kind} of {count} layers and not {listed(stated)}, which {CONFIG_FILE} names as "
+                    "well: an adapter of a model with fewer layers, a damaged file, or a configuration that does not "
+                    "say which layers it has, as by layers_to_transform"
+                )
+
+    def _keys(self, name: str, one_by_one: bool) -> list[str]:
+        """What PEFT may call a weight, those of its first expert where experts have tensors of their own."""
+        module, _, target = name.rpartition(".")
+        if module not in self.places.experts:
+            return [name]
+        if not one_by_one:
+            return [f"{module}.{_PARAMETERS[target]}"]
+        layer = module.removesuffix(f"{self.places.moe_module}.experts")
+        words = [word for word, (of, _) in _WORDS.items() if of == target]
+        return [f"{home}.0.{word}" for home in {module, layer + self.places.old_experts} for word in words]
 
     def _pairs(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         found: dict[str, dict[str, np.ndarray]] = {}
@@ -434,7 +486,7 @@ class _Reader(NamedTuple):
         e, r, h, i = layer.num_experts, self.rank, layer.hidden_size, layer.intermediate_size
         both = {inner, f"{inner}.base_layer"} <= pairs.keys()
         targets = (target.rpartition(".") for target in config.get("target_parameters") or ())
-        stated = [word for module, _, word in targets if f".{inner}".endswith(f".{module}")]
+        stated = [word for module, _, word in targets if f".{inner}.".endswith(f".{module}." if module else ".")]
         target = ("w13" if name != inner else "w2") if both else "w2" if "gate_up_proj" not in stated else "w13"
         k, n = (h, 2 * i) if target == "w13" else (i, h)
         a, b = self._checked(name, pair, (e * r, k), (n, r * e))

@@ -33,6 +33,7 @@ from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.nn import MoEBlock
+from moe_jax.nn._lora import with_token_choices
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._explicit import gathered, in_auto_axes, lies_on_explicit_axes
 from moe_jax.quantization import Scheme
@@ -379,6 +380,7 @@ class CausalLM(MoEFamily, Versioned):
         is_masked, back = attention_mask is not None or segments is not None, None
         if is_masked and length > 1:
             order, back = slot_order(mask, None if cache is None else cache.lengths)
+            self = with_token_choices(self, ids.shape, lambda choice: jnp.take_along_axis(choice, order, axis=1))
             ids, mask = (jnp.take_along_axis(a, order, axis=1) for a in (ids, mask))
             positions = None if positions is None else jnp.take_along_axis(jnp.asarray(positions), order, axis=1)
             segments = None if segments is None else jnp.take_along_axis(segments, order, axis=1)
@@ -462,7 +464,10 @@ class CausalLM(MoEFamily, Versioned):
         longest = int(mask.sum(axis=1).max())
         if longest > self.max_seq_len:
             raise ValueError(f"input_ids has {longest} tokens in a row, the model takes max_seq_len={self.max_seq_len}")
-        return _score(*split_model(self), ids, mask)[:, : np.shape(input_ids)[1]]
+        shape = np.shape(input_ids)
+        padding = ((0, 0), (0, ids.shape[1] - shape[1]))
+        model = with_token_choices(self, shape, lambda choice: jnp.pad(choice, padding, constant_values=-1))
+        return _score(*split_model(model), ids, mask)[:, : shape[1]]
 
     def reload_weights(self, source: Any) -> LoadReport:
         """Replace all weights by others of the same shapes: atomic, and programs compiled for the model stay in use.

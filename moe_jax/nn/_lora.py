@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, DTypeLike, Leaf
+from moe_jax._versions import one_version
 from moe_jax.parallel import ParallelConfig, Placement
 from moe_jax.parallel._logical import EMBED, EXPERT, MLP, name_axes, state_axes
 from moe_jax.parallel._weights import in_slots, out_of_slots, placed_config
@@ -73,6 +74,26 @@ class Adapter(nnx.Module):
         choice = jnp.broadcast_to(choice.reshape(*choice.shape, *(1,) * (len(lead) - choice.ndim)), lead)
         owner = np.repeat(np.arange(len(self.ranks)), self.ranks)
         return (choice.reshape(-1, 1) == owner).astype(jnp.float32)
+
+
+def with_token_choices(module: nnx.Module, shape: tuple[int, ...], change: Callable[[Array], Array]) -> Any:
+    """The module, or a copy whose choices for each of (B, S) = ``shape`` tokens are changed: a call whose tokens are
+    moved or padded moves and pads their choices. Other choices stay.
+    """
+
+    def held(module: nnx.Module) -> list[Adapter]:
+        nodes = (node for _, node in nnx.iter_modules(module) if isinstance(node, Adapter))
+        return [node for node in nodes if node.choice is not None and node.choice.get_value().shape == shape]
+
+    if not held(module):
+        return module
+    copied = one_version(module)
+    adapters = held(copied)
+    choice: Any = adapters[0].choice  # the same for all of a module
+    changed = change(choice.get_value())
+    for adapter in adapters:
+        adapter.choice = nnx.data(LoRAChoice(changed))
+    return copied
 
 
 class ExpertLoRA(Adapter):

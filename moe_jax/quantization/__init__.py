@@ -1,5 +1,6 @@
 """Quantized formats, schemes and tensors, and ``MoEMethod``, which makes them. No I/O and no routing here."""
 
+from moe_jax.quantization._code_checks import check_codes
 from moe_jax.quantization._config_formats import container_of
 from moe_jax.quantization._formats import ELEMENTS, ElementType, Packing, QuantFormat, Strategy
 from moe_jax.quantization._integers import repack_integers
@@ -44,6 +45,7 @@ __all__ = [
     "Scheme",
     "SchemeLike",
     "Strategy",
+    "check_codes",
     "check_scale_values",
     "common_input_scale",
     "container_of",

@@ -160,6 +160,11 @@ class QuantFormat:
         return self.element_type.storage if self.packing is None else _PACKED_DTYPES[self.packing]
 
     @property
+    def holds_all_codes(self) -> bool:
+        """Whether all that the stored numbers can be are codes: not where integers of fewer bits take whole bytes."""
+        return self.packing is not None or self.element_type.is_float or self.element_type.bits == 8
+
+    @property
     def pack_extent(self) -> int:
         """The least number of elements that fill whole stored numbers: 8 for 4 bits in words, 32 for 3 bits."""
         if self.packing is None:

@@ -33,6 +33,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from moe_jax._typing import AnyArray, Leaf
+from moe_jax.quantization._code_checks import check_codes
 from moe_jax.quantization._formats import GROUP_SCALE_DTYPES, Packing, QuantFormat, Strategy
 from moe_jax.quantization._numerics import quantize_experts
 from moe_jax.quantization._scale_checks import (
@@ -203,8 +204,8 @@ class MoEMethod:
 
         Raises:
             ValueError: naming leaf, expert and projection: a leaf that is missing, surplus, of a wrong shape or dtype,
-                or a scale that is NaN, infinite or (FP8, input scales) negative. Under a trace values cannot be
-                checked.
+                a scale that is NaN, infinite or (FP8, input scales) negative, or a code in a byte that has more bits
+                than the scheme. Under a trace values cannot be checked.
         """
         shape, specs = config.shape, self.create_weights(config)
         where = f"{shape.name}: " if shape.name else ""
@@ -317,16 +318,18 @@ class MoEMethod:
     def _checked(
         self, leaves: Mapping[str, AnyArray], specs: Mapping[str, LeafSpec], where: str, w13_shards: tuple[str, ...]
     ) -> dict[str, Leaf]:
-        """Leaves in the shapes and dtypes of their specs, with scales that are possible."""
+        """Leaves in the shapes and dtypes of their specs, with codes and scales that are possible."""
         checked = {name: _conform(leaves[name], spec, where + name) for name, spec in specs.items()}
         for name, spec in specs.items():
+            leaf, projections = checked[name], ("w2",) if name.startswith("w2_") else w13_shards
+            if spec.kind == "weight" and self.scheme.weights is not None:
+                check_codes(leaf, where + name, projections, fmt=self.scheme.weights)
             rule = self.scale_rule(name, spec)
             if rule is None:
                 continue
-            leaf = checked[name]
             if name.endswith("input_global_scale") and not isinstance(leaf, Tracer):
                 leaf = np.where(np.isposinf(leaf), 1.0, leaf)  # an expert without calibration
-            check_scale_values(leaf, where + name, ("w2",) if name.startswith("w2_") else w13_shards, **rule)
+            check_scale_values(leaf, where + name, projections, **rule)
             if spec.kind in ("group", "block") and self.scheme.weights is not None:
                 check_held_exactly(leaf, self.scheme.weights.group_scale_dtype, where + name)
         return cast(dict[str, Leaf], checked)

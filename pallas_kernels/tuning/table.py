@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pallas_kernels.common.device import Gpu
 from pallas_kernels.grouped_gemm import GemmConfig
@@ -140,7 +141,7 @@ def load_table(path: Path) -> Table:
     """
     try:
         stored = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}); write it anew with python -m pallas_kernels.autotune") from None
     version = stored.get("format") if isinstance(stored, dict) else None
     body = {1: "entries", FORMAT: "layers"}.get(version) if isinstance(version, int) else None
@@ -336,7 +337,7 @@ def _entry(stored: object, where: str) -> Entry:
     tokens, micros, source = stored["tokens"], stored["micros"], stored.get("source")
     if not isinstance(source, str | None):
         raise ValueError(f"{where}: source={source!r}, expected a string")
-    if type(tokens) is not int or tokens < 1 or not isinstance(micros, int | float) or micros <= 0:
+    if type(tokens) is not int or tokens < 1 or type(micros) not in (int, float) or not 0 < micros < math.inf:
         raise ValueError(f"{where}: tokens={tokens!r} and micros={micros!r}, expected a positive integer and number")
     if gemm1.block_m != gemm2.block_m:
         raise ValueError(f"{where}: block_m is {gemm1.block_m} and {gemm2.block_m}; both products share their tiles")
@@ -355,7 +356,25 @@ def _build(kind: type[_Built], stored: object, where: str) -> _Built:
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in stored]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}")
+    hints = _hints(kind)
     for name, value in stored.items():
-        if not isinstance(value, str | int | None):
-            raise ValueError(f"{where}: {name} is {value!r}, expected a string, an integer, true, false or null")
+        if not _is_of(value, hints[name]):
+            raise ValueError(f"{where}: {name} is {value!r}, expected {_spelled(hints[name])}")
     return kind(**stored)
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """Whether a value of JSON suits a field's annotation. Integers are positive everywhere."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return type(value) in (get_args(hint) or (hint,)) and (type(value) is not int or value > 0)
+
+
+def _spelled(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(get_args(hint))}"
+    words = {int: "a positive integer", bool: "true or false", str: "a string", type(None): "null"}
+    return " or ".join(words[kind] for kind in get_args(hint) or (hint,))

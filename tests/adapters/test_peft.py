@@ -195,10 +195,20 @@ SETTINGS = {
     "another method": (dict(peft_type="IA3"), NotImplementedError, "peft_type is 'IA3', expected 'LORA'"),
     "rank 0": (dict(r=0), ValueError, "r is 0, expected an integer of at least 1"),
     "alpha": (dict(lora_alpha=None), ValueError, "lora_alpha is None, expected a number above 0"),
+    "large alpha": (dict(lora_alpha=1e39), ValueError, r"lora_alpha is 1e\+39, above the largest float32"),
+    "endless alpha": (dict(lora_alpha=10**400), ValueError, "lora_alpha is 1000.*, above the largest float32"),
+    "no boolean": (dict(use_rslora="false"), ValueError, "use_rslora is 'false', expected true or false"),
+    "parameters": (dict(target_parameters=[3]), ValueError, r"target_parameters is \[3\], expected a list of strings"),
     "dora": (dict(use_dora=True), NotImplementedError, "use_dora=True is not built"),
     "bias": (dict(bias="all"), NotImplementedError, "bias is 'all', which is not built"),
     "ranks": (dict(rank_pattern={"q_proj": 8}), NotImplementedError, "rank_pattern={'q_proj': 8} is not built"),
     "another rank": (dict(r=8), ValueError, "an adapter of another model or rank"),
+    "weights that were changed": (
+        dict(init_lora_weights="pissa_niter_4"),
+        NotImplementedError,
+        "weights that PEFT has",
+    ),
+    "weights changed by OLoRA": (dict(init_lora_weights="OLoRA"), NotImplementedError, "weights that PEFT has changed"),
     "whole modules": (dict(modules_to_save=["lm_head"]), NotImplementedError, r"modules_to_save=\['lm_head'\]"),
 }
 
@@ -249,9 +259,29 @@ def test_tensors_that_are_refused(saved):
 
 LAYERS_STATED: dict[str, dict[str, Any]] = {
     "by number": dict(layers_to_transform=[0]),
-    "by pattern": dict(target_modules=r".*\.layers\.0\..*_proj"),
-    "by name": dict(target_parameters=["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]),
-    "by exclusion": dict(exclude_modules=["layers.1.self_attn.q_proj"]),
+    "by one number": dict(layers_to_transform=0),
+    "by pattern": dict(
+        target_modules=r".*\.layers\.[0]\..*_proj", target_parameters=["layers.0.mlp.experts.down_proj"]
+    ),
+    "by name": dict(
+        target_modules=[f"layers.0.self_attn.{name}_proj" for name in "qkvo"],
+        target_parameters=["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"],
+    ),
+    "by exclusion": dict(exclude_modules=r"model\.layers\.1\..*"),
+}
+GATE_AND_UP = dict(target_parameters=["mlp.experts.gate_up_proj"])
+NOT_STATED: dict[str, tuple[dict[str, Any], str]] = {
+    "of other modules": (dict(exclude_modules=["lm_head"]), "has .* and not model.layers.1"),
+    "no layers": (dict(layers_to_transform=[]), "has .* and not model.layers.1"),
+    "both layers": (dict(layers_to_transform=[0, 1]), "has .* and not model.layers.1"),
+    "pattern of all": (
+        dict(target_modules=r".*\.layers\.[0-9]+\..*_proj", **GATE_AND_UP),
+        "has .* and not model.layers.1",
+    ),
+    "no pattern": (dict(target_modules="(", **GATE_AND_UP), "target_modules: .*not a valid regular expression"),
+    "endless pattern": (dict(target_modules="(.+)+x", **GATE_AND_UP), "target_modules: .*could take too long"),
+    "no number": (dict(layers_to_transform="0"), "layers_to_transform is '0', expected an integer or a list"),
+    "no list": (dict(exclude_modules={"a": 1}), "exclude_modules is {'a': 1}, expected a string or a list of strings"),
 }
 
 
@@ -262,11 +292,32 @@ def test_adapters_of_fewer_layers_are_refused_unless_they_say_so(saved, left_out
     """A model of fewer layers has the same names: what is above them would stay without an adapter."""
     model, directory = saved
     rewrite(directory, lambda tensors: [tensors.pop(name) for name in list(tensors) if f"layers.1.{left_out}" in name])
-    text = f"has {kind} of 1 layers, expected all 2 of the model: an adapter of another model"
+    text = rf"has {kind} of 1 layers and not model\.layers\.1\.{kind}.*, which {CONFIG} names as well"
     refuses(ValueError, text, moe_jax.load_lora, model, directory)
     reconfigure(directory, target_modules="all-linear")
     refuses(ValueError, text, moe_jax.load_lora, model, {"one": directory, "same": directory})
     assert not nnx.state(model, moe_jax.LoRAParam)
+
+
+@pytest.mark.parametrize("how", NOT_STATED)
+def test_settings_that_leave_out_no_layer_do_not_excuse_one(saved, how):
+    model, directory = saved
+    rewrite(directory, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1." in name])
+    settings, text = NOT_STATED[how]
+    reconfigure(directory, **settings)
+    refuses(ValueError, text, moe_jax.load_lora, model, directory)
+    assert not nnx.state(model, moe_jax.LoRAParam)
+
+
+def test_layers_of_adapters_that_name_each_expert(case, tmp_path):
+    moe_jax.save_lora(with_own_a(load(case("mixtral").directory)), tmp_path)
+    rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1." in name])
+    model = load(case("mixtral").directory)
+    reconfigure(tmp_path, target_modules=["w1", "w2", "w3"])
+    refuses(ValueError, "of 1 layers and not model.layers.1", moe_jax.load_lora, model, tmp_path)
+    reconfigure(tmp_path, target_modules=r".*layers\.0\.block_sparse_moe.*w[123]")
+    moe_jax.load_lora(model, tmp_path)
+    assert [block.experts.lora is None for block in model.moe_blocks()] == [False, True]
 
 
 @pytest.mark.parametrize("how", LAYERS_STATED)
@@ -277,6 +328,14 @@ def test_adapters_of_stated_layers_are_read(saved, how):
     moe_jax.load_lora(model, directory)
     assert [layer.mlp.experts.lora is None for layer in model.layers] == [False, True]
     assert [layer.self_attn.q_proj.lora is None for layer in model.layers] == [False, True]
+
+
+def test_a_parameter_may_be_named_alone(case, prompt, tmp_path, peft):
+    base, ids = case("qwen3"), prompt(2, 40)
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["gate_up_proj"], init_lora_weights=False)
+    theirs = peft.get_peft_model(copy.deepcopy(base.torch_model), config).eval()
+    theirs.save_pretrained(tmp_path)
+    assert_logits_close(moe_jax.load_lora(load(base.directory), tmp_path).score(ids), torch_logits(theirs, ids), 3e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "granite"])
@@ -297,6 +356,33 @@ def test_adapters_of_some_layers_come_back_and_are_named_for_peft(case, prompt, 
     np.testing.assert_array_equal(moe_jax.load_lora(load(base.directory), tmp_path).score(ids), y)
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base.torch_model), tmp_path).eval()
     assert_logits_close(y, torch_logits(theirs, ids), 3e-5)
+
+
+def test_weights_that_are_there_twice_are_refused(case, tmp_path):
+    moe_jax.save_lora(with_own_a(load(case("qwen3").directory)), tmp_path)
+    model, good = load(case("qwen3").directory), load_file(tmp_path / WEIGHTS)
+    own = {name: array for name, array in good.items() if "layers.0." in name}
+    fused = f"{PREFIX}model.layers.0.mlp.experts.lora_"
+    experts = model.moe_blocks()[0].experts.config
+    e, h, i = experts.num_experts, experts.hidden_size, experts.intermediate_size
+    shapes = {"A.weight": (e * RANK, i), "B.weight": (h, e * RANK)}
+    for more, text in (
+        ({name.removeprefix(PREFIX): array for name, array in own.items()}, f"there with {PREFIX} in front as well"),
+        ({name.replace("up_proj", "w3"): array for name, array in own.items()}, "is there under another name as well"),
+        (
+            {fused + part: np.zeros(shape, np.float32) for part, shape in shapes.items()},
+            "layers.0.mlp.experts has adapters of each expert and of all in one",
+        ),
+    ):
+        save_file(good | more, tmp_path / WEIGHTS)
+        refuses(ValueError, text, moe_jax.load_lora, model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_numbers_of_other_kinds_are_refused(saved, dtype):
+    model, directory = saved
+    rewrite(directory, lambda tensors: tensors.update({n: a.astype(jnp.dtype(dtype)) for n, a in tensors.items()}))
+    refuses(NotImplementedError, f"is {dtype}, expected a float of 16, 32", moe_jax.load_lora, model, directory)
 
 
 def test_an_expert_without_adapter_is_refused(case, tmp_path):

@@ -83,6 +83,28 @@ def test_tokens_take_their_own(case, prompt, directories):
             assert (np.abs(found[row, behind] - whole[row, behind]).max(-1) > 1e-3).all()
 
 
+def test_choices_for_tokens_move_with_them(case, prompt, directories):
+    """Padding on any side moves tokens within a call; ``score`` pads them."""
+    model = moe_jax.load_lora(load(case("qwen3").directory), directories)
+    ids, choice = jnp.asarray(prompt(2, 9)), np.where(np.arange(9) < 5, 0, 2)[None].repeat(2, 0).astype(np.int32)
+    wanted = np.asarray(run(moe_jax.select_lora(model, choice), ids))
+    whole = np.asarray(run(moe_jax.select_lora(model, [next(iter(ADAPTERS))] * 2), ids))
+    assert (np.abs(wanted - whole)[:, 5:].max(-1) > 1e-3).all() and (np.abs(wanted - whole)[:, :5] < 1e-4).all()
+    masked: Any = jax.jit(lambda model, ids, **options: model(ids, **options))
+    for place in (np.arange(9), np.arange(7, 16), np.r_[0:4, 8:13]):  # of tokens among padding
+        padded, mask = np.zeros((2, 2, 16), np.int32), np.zeros((2, 16), np.int32)
+        padded[0][:, place], padded[1][:, place], mask[:, place] = ids, choice, 1
+        chosen = moe_jax.select_lora(model, padded[1])
+        for found in (
+            masked(chosen, jnp.asarray(padded[0]), attention_mask=jnp.asarray(mask)),
+            masked(chosen, jnp.asarray(padded[0]), segment_ids=jnp.asarray(mask)),
+            chosen.score(padded[0], mask),
+        ):
+            assert_logits_close(np.asarray(found)[:, place], wanted, 1e-5)
+        assert chosen.layers[0].self_attn.q_proj.lora.choice.get_value().shape == (2, 16)
+    assert_logits_close(moe_jax.select_lora(model, choice).score(ids), wanted, 1e-5)
+
+
 @pytest.mark.parametrize("scheme", ["int8_w8a8", "fp8_tensor", "bf16"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.sample(3)

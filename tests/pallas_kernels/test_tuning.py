@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -349,7 +350,18 @@ def _stored(table):
         (lambda t: t["layers"][0].pop("hidden_size"), "entry 0: layer lacks hidden_size"),
         (lambda t: _stored(t)[0].update(block_m=[32, 16]), "block_m is 32 and 16"),
         (lambda t: _stored(t)[0].update(num_stages=[4, 99]), "entry 0: gemm2 cannot run: needs"),
-        (lambda t: _stored(t)[0].update(num_stages=[4]), r"num_stages is \[4\]"),
+        (lambda t: _stored(t)[0].update(num_stages=[4]), r"num_stages is \[4\], expected a positive integer"),
+        (lambda t: _stored(t)[0].update(num_stages=["4", 4]), "num_stages is '4', expected a positive integer"),
+        (lambda t: _stored(t)[0].update(block_m=0), "block_m is 0, expected a positive integer"),
+        (lambda t: _stored(t)[0].update(swap_ab=1), "swap_ab is 1, expected true or false"),
+        (lambda t: _stored(t)[0].update(row_chunk=True), "row_chunk is True, expected a positive integer or null"),
+        (lambda t: _stored(t)[0].update(micros=math.nan), "micros=nan, expected a positive integer and number"),
+        (lambda t: t["layers"][0].update(num_experts=None), "num_experts is None, expected a positive integer"),
+        (lambda t: t["layers"][0].update(num_experts=True), "num_experts is True, expected a positive integer"),
+        (
+            lambda t: t["layers"][0]["formats"][0].update(format={"element": "int9"}),
+            "element is 'int9', expected one of",
+        ),
         (lambda t: _stored(t)[0].update(source=3), "source=3"),
         (lambda t: t["layers"][0]["formats"][0].update(format={"element": "int4", "dtype": "int8"}), "layer is"),
     ],
@@ -365,8 +377,9 @@ def test_damaged_files_are_refused_by_name(change, match, tmp_path):
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_no_json(tmp_path):
-    (tmp_path / "t.json").write_text("{")
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe\x00", b"[" * 100_000])
+def test_a_file_that_is_no_json(tmp_path, data):
+    (tmp_path / "t.json").write_bytes(data)
     refuses(ValueError, "not JSON", load_table, tmp_path / "t.json")
 
 

@@ -11,6 +11,7 @@ from moe_jax.routing import RoutingParams, route
 from pallas_kernels.common import packing
 from tests.support.cases import experts as cases
 from tests.support.oracles.layer_judge import assert_layer_close
+from tests.support.refusals import refuses
 
 SIZES = dict(hidden_size=40, intermediate_size=24)
 
@@ -61,6 +62,22 @@ def test_every_activation_and_the_weight_on_the_input(scheme, options):
     x, p, ids, weights = cases.make_call(config, 12)
     found = np.asarray(jax.jit(lambda x: fused_experts(x, p, ids, weights, config))(x))
     assert_layer_close(found, x, p, ids, weights, config, kernels=False)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8_int8_channel", "w4a8_int8"])
+@pytest.mark.parametrize("code", [8, -9, 100, -128])
+def test_codes_of_more_bits_are_named(scheme, code):
+    """Packing would cut them off, other backends would not."""
+    config = cases.make_config(scheme, num_experts=3, hidden_size=128, intermediate_size=128)
+    method = method_for(config.scheme)
+    leaves = {name: np.ones(spec.shape, spec.dtype) for name, spec in method.create_weights(config).items()}
+    for leaf in ("w13_weight", "w2_weight"):
+        leaves[leaf][0, 0, :2] = -8, 7
+    method.process_weights_after_loading(leaves, config)
+    leaves["w13_weight"][2, -1, 1] = code
+    text = rf"w13_weight: expert 2 \(w3\) has code {code} at \(2, 255, 1\), expected -8 to 7 of int4 \(1 of"
+    refuses(ValueError, text, method.process_weights_after_loading, leaves, config)
+    refuses(ValueError, text, method.process_weights_after_loading, jax.tree.map(jnp.asarray, leaves), config)
 
 
 def test_the_full_router():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
-from moe_jax.quantization import check_scale_values, method_for
+from moe_jax.quantization import check_codes, check_scale_values, method_for
 from torch_bridge._tensors import numpy_dtype, to_numpy, torch_dtype
 from torch_bridge.launch._evaluate import Evaluator
 from torch_bridge.launch._gpu import Gpu
@@ -44,11 +44,12 @@ def load_weights(
         online: leaves are full-precision weights, under "w13", "w2" and the biases' names, which are quantized.
 
     Raises:
-        ValueError: a scale that is NaN, infinite, or negative where that can only be damage; nothing is written then.
+        ValueError: a scale that is NaN, infinite, or negative where that can only be damage, or a code of more bits
+            than the scheme has; nothing is written then.
     """
     total = config.num_experts
     if not online:
-        check_scales(config, read)
+        check_values(config, read)
     wanted = abstract_weights(config, gpu)
     sources = ("w13", "w2") if online else tuple(method_for(config.scheme).create_weights(config))
     if online and config.has_bias:
@@ -76,22 +77,26 @@ def destination_names(weights: ExpertWeights) -> list[str]:
     return ["_".join(key.name for key in path) for path, _ in paths]
 
 
-def check_scales(config: MoEConfig, read: ReadLeaf) -> None:
-    """Refuse scales as ``MoEMethod.process_weights_after_loading`` does, on the device that they are on."""
-    method = method_for(config.scheme)
+def check_values(config: MoEConfig, read: ReadLeaf) -> None:
+    """Refuse codes and scales as ``MoEMethod.process_weights_after_loading`` does, on the device that they are on."""
+    method, fmt = method_for(config.scheme), config.scheme.weights
     where = f"{config.name}: " if config.name else ""
     shards = ("w1", "w3")[: config.num_projections]
     for name, spec in method.create_weights(config).items():
-        rule = method.scale_rule(name, spec)
-        if rule is None:
+        check: Callable[..., None]
+        if (rule := method.scale_rule(name, spec)) is not None:
+            check = functools.partial(check_scale_values, **rule)
+        elif spec.kind == "weight" and fmt is not None and not fmt.holds_all_codes:
+            check = functools.partial(check_codes, fmt=fmt)
+        else:
             continue
         leaf, projections = read(name, 0, config.num_experts), ("w2",) if name.startswith("w2_") else shards
-        values = leaf if leaf.dtype == torch.uint8 else leaf.float()
+        values = leaf if leaf.dtype in (torch.uint8, torch.int8) else leaf.float()
         extremes = np.stack([to_numpy(extreme) for extreme in torch.aminmax(values)])
         try:
-            check_scale_values(extremes, where + name, (), **rule)
+            check(extremes, where + name, ())
         except ValueError:
-            check_scale_values(to_numpy(leaf), where + name, projections, **rule)
+            check(to_numpy(leaf), where + name, projections)
 
 
 def _destination(leaf: Any, memory: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -94,6 +94,9 @@ class Parameters:
         return getattr(self._layer, name).data
 
     def _input_scale(self, prefix: str, count: int) -> torch.Tensor:
-        """The largest of all experts, for each of some: the kernels have one for a layer."""
-        largest = self._parameter(f"{prefix}_input_scale").amax()
+        """The largest of all experts, for each of some: the kernels have one for a layer. A negative one is damage,
+        which is to be seen.
+        """
+        least, largest = self._parameter(f"{prefix}_input_scale").aminmax()
+        largest = torch.where(least < 0, least, largest)
         return largest.expand((count, self._projections) if prefix == "w13" else (count,))

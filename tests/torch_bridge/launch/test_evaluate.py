@@ -90,13 +90,18 @@ def test_a_few_experts_at_a_time_in_place(name, monkeypatch):
     assert places == [tensor.data_ptr() for tensor in memory.values()]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e38])
-def test_scales_are_refused_as_by_jax(value):
-    config = config_of("fp8_channel")
+DAMAGE = [("fp8_channel", "scale", value) for value in (float("nan"), float("inf"), -1.0, 1e38)]
+DAMAGE += [("w4a8_int8_channel", "weight", value) for value in (8, -9, 100)]
+
+
+@pytest.mark.parametrize(("scheme", "kind", "value"), DAMAGE)
+def test_values_are_refused_as_by_jax(scheme, kind, value):
+    config = config_of(scheme)
     leaves = checkpoint_leaves(config)
-    scale = np.array(leaves["w2_weight_scale"])
-    scale[1, 5] = value
-    leaves["w2_weight_scale"] = scale
+    name = dict(scale="w2_weight_scale", weight="w2_weight")[kind]
+    damaged = np.array(leaves[name])
+    damaged[1, 5] = value
+    leaves[name] = damaged
     with pytest.raises(ValueError) as wanted:
         method_for(config.scheme).process_weights_after_loading(leaves, config)
     tensors = {key: to_torch(jax.numpy.asarray(leaf)) for key, leaf in leaves.items()}

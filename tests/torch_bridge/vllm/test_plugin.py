@@ -25,6 +25,7 @@ from tests.support.vllm_layers import (
     weights_of,
 )
 from tests.torch_bridge.vllm.test_formats import INTERMEDIATE, TOP_K, E, H
+from torch_bridge.vllm._method import NotTakenError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE)
@@ -254,6 +255,17 @@ def test_damaged_scales_are_left_to_vllm(bad, caplog, monkeypatch):
         assert torch.equal(layer.quant_method.apply(layer, x, weights, ids), torch.full((), 7.0))
     [line] = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
     assert "expert 1 (w1) has scale" in line and "\n" not in line
+
+
+def test_a_negative_input_scale_is_not_hidden_by_others():
+    """The kernels have one for a layer, the largest of its experts'."""
+    form = FORMATS["fp8_static"]
+    with vllm_without_gpu():
+        layer = make_layer(form.config, **SIZES)
+        load(layer, form, torch.Generator().manual_seed(1))
+        layer.w2_input_scale.data[1] = -1.0
+        with pytest.raises(NotTakenError, match="w2_input_scale: .*has scale -1.0"):
+            layer.quant_method.moe_jax.load(layer)
 
 
 def test_what_is_left_to_vllm(caplog, monkeypatch):
