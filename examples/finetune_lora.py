@@ -318,7 +318,8 @@ def main(argv=None):
             if number % 10 == 0 or number == options.steps - 1:
                 print(f"step {number + 1:5d}  loss {losses[-1]:.4f}")
             if (number + 1) % options.save_every == 0 or number == options.steps - 1:
-                (out / "losses.json").write_text(json.dumps(losses))
+                (out / "losses.new").write_text(json.dumps(losses))
+                (out / "losses.new").replace(out / "losses.json")  # whole, whenever the run is killed
                 manager.save(number + 1, args=ocp.args.StandardSave(state))
     print(curve(losses))
     if len(seconds) > 1:

@@ -60,12 +60,15 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     parser.add_argument("--not-gated", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    keys = []
+    tokens, keys = _positive(options.tokens), []
+    if tokens is None:
+        parser.error(f"--tokens {options.tokens}: expected positive integers, with commas between them")
     for layer in options.layer:
-        try:
-            experts, top_k, hidden_size, intermediate_size = (int(size) for size in layer.split(","))
-        except ValueError:
-            parser.error(f"--layer {layer}: expected four integers, experts,top_k,hidden,intermediate")
+        match _positive(layer):
+            case [experts, top_k, hidden_size, intermediate_size] if top_k <= experts:
+                pass
+            case _:
+                parser.error(f"--layer {layer}: expected four positive integers, experts,top_k,hidden,intermediate")
         for name in options.formats.split(","):
             if name not in FORMATS and name not in PACKED_FORMATS:
                 parser.error(f"--formats {name}: there are {', '.join((*FORMATS, *PACKED_FORMATS))}")
@@ -83,11 +86,17 @@ def main(arguments: Sequence[str] | None = None, timer: Timer | None = None) -> 
     timer = timer or GpuTimer()
     for key in keys:
         # Saved after each layer: a run that is cut short loses one.
-        found = tune([key], map(int, options.tokens.split(",")), timer, num_sms, report=print)
+        found = tune([key], tokens, timer, num_sms, report=print)
         update(path, device_kind(), found)
         for entry in found:
             print(f"{dataclasses.astuple(entry.key)} tokens={entry.tokens}: {entry.micros:.1f} us {entry.config}")
     return 0
+
+
+def _positive(text: str) -> list[int] | None:
+    """Integers above zero with commas between them; None for anything else."""
+    words = text.split(",")
+    return [int(word) for word in words] if all(word.isdecimal() and int(word) > 0 for word in words) else None
 
 
 if __name__ == "__main__":

@@ -135,7 +135,8 @@ def load_lora(model: Any, source: Any) -> Any:
         ValueError: files that are damaged, or of another model: names, shapes and the rank are compared, and so are
             the layers that the configuration names, as by ``layers_to_transform``; a weight that has an adapter
             already. NotImplementedError: a setting of PEFT that is not built, such as DoRA, by name; a
-            layer over a mesh with copies of experts. TypeError: no whole model. The model is then untouched.
+            layer over a mesh with copies of experts. TypeError: no whole model, or no directory. The model is then
+            untouched.
     """
     check_not_traced("load_lora", model)
     places = _Places(model)
@@ -144,6 +145,8 @@ def load_lora(model: Any, source: Any) -> Any:
     if isinstance(source, Mapping) and (not names or not all(isinstance(name, str) for name in names)):
         raise ValueError(f"source={shown(source)}, expected a directory, or a mapping of names to directories")
     directories: Any = sources.values() if names else (source,)
+    if odd := [one for one in directories if not isinstance(one, str | os.PathLike)]:
+        raise TypeError(f"source={shown(odd[0])}, expected a directory, or a mapping of names to directories")
     files = [_read_files(places, Path(one)) for one in directories]
     for prefix in {name for file in files for name in (*file.experts, *file.projections)}:
         target = places.experts[prefix] if prefix in places.experts else places.projections[prefix].linear

@@ -309,6 +309,12 @@ def test_settings_that_leave_out_no_layer_do_not_excuse_one(saved, how):
     assert not nnx.state(model, moe_jax.LoRAParam)
 
 
+@pytest.mark.parametrize("source", [None, ["here"], {"one": 3}])
+def test_what_is_no_directory(saved, source):
+    model, _ = saved
+    refuses(TypeError, "expected a directory, or a mapping of names to directories", moe_jax.load_lora, model, source)
+
+
 def test_layers_of_adapters_that_name_each_expert(case, tmp_path):
     moe_jax.save_lora(with_own_a(load(case("mixtral").directory)), tmp_path)
     rewrite(tmp_path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers.1." in name])

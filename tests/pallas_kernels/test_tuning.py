@@ -530,7 +530,11 @@ def test_a_kernel_is_lowered_once_for_all_calls_that_are_timed():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (["--layer", "1,2,3"], "expected four integers"),
+        (["--layer", "1,2,3"], "expected four positive integers"),
+        (["--layer", "8,2,0,128"], "expected four positive integers"),
+        (["--layer", "2,8,256,128"], "expected four positive integers"),
+        (["--layer", "8,2,256,128", "--tokens", "16,x"], "--tokens 16,x"),
+        (["--layer", "8,2,256,128", "--tokens", "0"], "--tokens 0"),
         (["--layer", "8,2,256,128", "--formats", "fp9"], "--formats fp9"),
         (["--layer", "8,2,256,128"], "needs a Hopper GPU"),
     ],
