@@ -53,8 +53,8 @@ def needed_activations(
 
     Two moments compete. In the backward pass of the head: the inputs of all layers, logits and their cotangent in
     float32; without it the last hidden states and theirs. In that of a layer: the inputs of all layers, and what is
-    inside of one. Softmax weights count once in
-    float32, with their cotangent; rows of experts count without copies of their input.
+    inside of one. Softmax weights count once in float32, with their cotangent; rows of experts count without copies of
+    their input.
     """
     t, h, d = rows * length, sizes["hidden_size"], sizes["head_dim"]
     queries, keys = sizes["num_attention_heads"] * d, sizes["num_key_value_heads"] * d

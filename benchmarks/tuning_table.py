@@ -10,7 +10,7 @@ number of tokens: the tile height with the least sum of both products and of wha
 own, and the fastest configuration of each at that height. A product without times of its format's own takes those of
 its key's lender, and the entry says so. --merge keeps the entries of the table for which these files have none.
 --beside names the GPU whose table lends where this one has no entry: an entry stays only if it is 2% faster here than
-the lent one, whose times these files hold. FP8
+the lent one, whose times these files hold, or where none is lent. FP8
 with scales of tensors is left out unless named: whole layers chose its entries among fp8_channel's and its own
 (fp8_swapped_h200.txt).
 

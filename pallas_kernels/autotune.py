@@ -33,13 +33,13 @@ class GpuTimer:
         self._held: tuple[Any, Any] = (None, None)
 
     def __call__(self, desc: AnyDesc, config: AnyConfig, key: AnyKey, num_tokens: int) -> float:
-        if self._held[0] != (desc, config.block_m):
+        asked = (desc, config.block_m, num_tokens)
+        if self._held[0] != asked:
             self._held = (None, None)  # before the new ones are made: both may not fit
-            self._held = ((desc, config.block_m), random_operands(desc, config.block_m, key))
-        calls = timing.calls_of(num_tokens)
-        routings = random_routings(desc, config.block_m, key, num_tokens, calls)
-        run, operands = jax.jit(products_of(desc, config)), self._held[1]
-        return timing.least_of_bursts(lambda: run(routings, *operands)) / calls * 1e6
+            routings = random_routings(desc, config.block_m, key, num_tokens, timing.calls_of(num_tokens))
+            self._held = (asked, (routings, *random_operands(desc, config.block_m, key)))
+        run, held = jax.jit(products_of(desc, config)), self._held[1]
+        return timing.least_of_bursts(lambda: run(*held)) / timing.calls_of(num_tokens) * 1e6
 
 
 def products_of(desc: AnyDesc, config: AnyConfig) -> Callable[[list[Any], Any, Any, dict[str, Any]], list[Any]]:

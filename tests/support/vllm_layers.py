@@ -181,6 +181,29 @@ def fp8_rows(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
+def errors_of_both_applies(
+    layer: Any,
+    generator: torch.Generator,
+    top_k: int,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *biases: torch.Tensor | None,
+) -> torch.Tensor:
+    """(2, T) relative errors of the rows of ``apply`` and of ``apply_monolithic`` beside ``experts_float32``."""
+    x = torch.randn(5, w2.shape[1], generator=generator, dtype=torch.float32).to(torch.bfloat16)
+    logits = torch.randn(5, len(w13), generator=generator, dtype=torch.float32).to(torch.bfloat16).float()
+    weights, ids = torch.softmax(logits, -1).topk(top_k)
+    weights = weights / weights.sum(-1, keepdim=True)
+    expected = experts_float32(x, weights, ids, w13, w2, *biases)
+    method = layer.quant_method
+    assert method.is_monolithic
+    found = (
+        method.apply(layer, x, weights, ids.to(torch.int32), None, None),
+        method.apply_monolithic(layer, x, logits),
+    )
+    return torch.stack([(y.float() - expected).norm(dim=-1) / expected.norm(dim=-1) for y in found])
+
+
 def experts_float32(
     x: torch.Tensor,
     weights: torch.Tensor,

@@ -15,7 +15,7 @@ import vllm
 from tests.support.checkpoints.vllm_formats import FORMATS
 from tests.support.vllm_layers import (
     computed_by_reference,
-    experts_float32,
+    errors_of_both_applies,
     load_experts,
     make_layer,
     vllm_without_gpu,
@@ -51,18 +51,8 @@ def test_layer_of_each_format(name, monkeypatch):
         else:
             torch.testing.assert_close(found13, values.w13, rtol=1e-6, atol=0)
             torch.testing.assert_close(found2, values.w2, rtol=1e-6, atol=0)
-        x = torch.randn(5, H, generator=generator).to(torch.bfloat16)
-        logits = torch.randn(5, E, generator=generator).to(torch.bfloat16).float()
-        weights, ids = torch.softmax(logits, -1).topk(TOP_K)
-        weights = weights / weights.sum(-1, keepdim=True)
-        expected = experts_float32(x, weights, ids, found13, found2, values.w13_bias, values.w2_bias)
-        assert method.is_monolithic
-        for y in (
-            method.apply(layer, x, weights, ids.to(torch.int32), None, None),
-            method.apply_monolithic(layer, x, logits),
-        ):
-            error = (y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-            assert error.max() < TOLERANCES[form.activations], error
+        errors = errors_of_both_applies(layer, generator, TOP_K, found13, found2, values.w13_bias, values.w2_bias)
+        assert errors.max() < TOLERANCES[form.activations], errors
 
 
 def test_gpt_oss_is_judged_with_the_config_of_its_model(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from tests.support.checkpoints.written import WRITTEN, write
 from tests.support.vllm_layers import (
     computed_by_reference,
-    experts_float32,
+    errors_of_both_applies,
     model_config,
     vllm_without_gpu,
     weights_of,
@@ -63,15 +63,5 @@ def test_a_written_folder(name, tmp_path, monkeypatch):
             found13, found2 = map(torch.from_numpy, weights_of(method.moe_jax.experts))
             torch.testing.assert_close(found13, w13, rtol=1e-6, atol=0)
             torch.testing.assert_close(found2, w2, rtol=1e-6, atol=0)
-            x = torch.randn(5, H, generator=generator, dtype=torch.float32).to(torch.bfloat16)
-            logits = torch.randn(5, E, generator=generator, dtype=torch.float32).to(torch.bfloat16).float()
-            weights, ids = torch.softmax(logits, -1).topk(TOP_K)
-            weights = weights / weights.sum(-1, keepdim=True)
-            expected = experts_float32(x, weights, ids, w13, w2)
-            assert method.is_monolithic
-            for y in (
-                method.apply(layer, x, weights, ids.to(torch.int32), None, None),
-                method.apply_monolithic(layer, x, logits),
-            ):
-                error = (y.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-                assert error.max() < TOLERANCES[form.activations], error
+            errors = errors_of_both_applies(layer, generator, TOP_K, w13, w2)
+            assert errors.max() < TOLERANCES[form.activations], errors
