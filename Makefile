@@ -105,15 +105,15 @@ test-writers: .venv-writers/.installed $(VENV)/.installed-dev
 	.venv-writers/bin/python $(WRITERS)/write.py build/writers
 	$(BIN)/python -m pytest -q tests/loading/test_llm_compressor_files.py --writers-dir=build/writers $(ARGS)
 
-# vLLM without what needs a GPU: its Python sources, what they import, and the torch of constraints.txt. It pins its own
-# compressed-tensors, so it gets an environment of its own.
+# vLLM without what needs a GPU: its Python sources and what they import. It pins its own torch and compressed-tensors,
+# so it gets an environment of its own.
 VLLM ?= vllm==0.24.0
 VLLM_TESTS := tests/torch_bridge/vllm
 VLLM_INSTALL := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
 .venv-vllm/.installed: $(VLLM_TESTS)/requirements.txt $(PINS)
 	$(PYTHON) -m venv .venv-vllm
-	grep -v '^compressed-tensors' constraints.txt > .venv-vllm/constraints.txt
-	$(VLLM_INSTALL) $(TORCH)
+	grep -Ev '^(compressed-tensors|torch)=' constraints.txt > .venv-vllm/constraints.txt
+	$(VLLM_INSTALL) $(shell grep '^torch==' $(VLLM_TESTS)/requirements.txt)
 	$(VLLM_INSTALL) --constraint .venv-vllm/constraints.txt --editable . --requirement $<
 	$(VLLM_INSTALL) --no-deps $(VLLM)
 	@touch $@
