@@ -178,7 +178,7 @@ def gpus_of_slices(jobs: int, count: int = 1) -> list[str]:
 
 def summary(names: Sequence[str], verdicts: Mapping[str, str], slices: Sequence[Slice]) -> int:
     """Prints how many cases have which verdict, and how long processes started. Gives 1 where any is FAIL, else 0."""
-    counts = [f"{list(verdicts.values()).count(verdict)} {verdict}" for verdict in ("PASS", "FAIL", "LEFT")]
+    counts = [f"{list(verdicts.values()).count(verdict)} {verdict}" for verdict in ("PASS", "FAIL", "LEFT", "NEITHER")]
     missed = [name for name in names if name not in verdicts]
     starts = [seconds for one in slices for seconds in one.starts]
     print(f"{', '.join(counts)}, {len(missed)} not reached{':' if missed else ''} {', '.join(missed)}".rstrip())

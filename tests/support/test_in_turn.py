@@ -122,11 +122,11 @@ def test_summary(tmp_path, capsys):
     one.starts = [3.0, 11.6]
     assert summary("abcd", dict(a="PASS", b="LEFT", c="FAIL"), [one]) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "1 PASS, 1 FAIL, 1 LEFT, 1 not reached: d",
+        "1 PASS, 1 FAIL, 1 LEFT, 0 NEITHER, 1 not reached: d",
         "2 processes started, in 12 s at most",
     ]
     assert summary("ab", dict(a="PASS", b="LEFT"), []) == 0
-    assert capsys.readouterr().out.startswith("1 PASS, 0 FAIL, 1 LEFT, 0 not reached\n")
+    assert capsys.readouterr().out.startswith("1 PASS, 0 FAIL, 1 LEFT, 0 NEITHER, 0 not reached\n")
 
 
 def test_gpus_of_slices(monkeypatch):

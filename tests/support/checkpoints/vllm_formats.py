@@ -295,7 +295,9 @@ def _fp8_config(**more: Any) -> dict[str, Any]:
 
 def _modelopt(algorithm: str, **more: Any) -> dict[str, Any]:
     inner = dict(quant_algo=algorithm, kv_cache_quant_algo=None, exclude_modules=["lm_head", "*self_attn*", "*gate"])
-    return dict(quant_method="modelopt", producer=dict(name="modelopt"), quantization=inner | more)
+    # With a producer named, vLLM 0.24 takes FP8 and NVFP4 alone.
+    producer = {} if algorithm == "MXFP8" else dict(producer=dict(name="modelopt"))
+    return dict(quant_method="modelopt", **producer, quantization=inner | more)
 
 
 _GPTQ = dict(quant_method="gptq", lm_head=False, sym=True, dynamic={r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}})

@@ -5,11 +5,12 @@
 ``--formats written`` is every folder of tests/support/checkpoints/written.py, which transformers and compressed-tensors
 write; ``--formats bf16,written_nvfp4,...`` takes some. They are not among the formats by default.
 
-One line a format: PASS, LEFT (vLLM ran the layer after all) or FAIL, and what its engines took. A layer passes when its
-output is as near to float32 on the real weights as vLLM's own is, for several numbers of tokens and both applies; the
-model when its logits differ from vLLM's by no more than what is allowed for the format. Where vLLM leaves rows in 16
-bits though the checkpoint rounds them to 8, the judge of layers is the checkpoint's arithmetic. With --tp logits alone
-are judged.
+One line a format: PASS, LEFT (vLLM ran the layer after all), NEITHER (vLLM fails by the same error without the plugin)
+or FAIL, and what its engines took. A layer passes when its output is as near to float32 on the real weights as vLLM's
+own is, for several numbers of tokens and both applies. The model passes when the logits of three prompts in four differ
+from vLLM's by no more than what is allowed for the format: a token that is routed to other experts by a rounding
+differs by more. Where vLLM leaves rows in 16 bits though the checkpoint rounds them to 8, the judge of layers is the
+checkpoint's arithmetic. With --tp logits alone are judged.
 
 A slice of the formats has two processes, with the plugin and without, on one GPU (--tp 2: on two). Each has one engine
 after the other (tests/support/in_turn.py): in itself, or in forks of itself. The exit code is 1 if any format failed.
@@ -26,8 +27,10 @@ from typing import Any
 
 from tests.support import in_turn
 
-SIZES = dict(num_experts=8, top_k=2, hidden=512, intermediate=256, layers=2, vocabulary=1024)
+# vLLM 0.24's own FP8 layers fail for a router of 8 columns, which are no multiple of 16.
+SIZES = dict(num_experts=16, top_k=2, hidden=512, intermediate=256, layers=2, vocabulary=1024)
 TOKENS = (1, 16, 100)  # each bucket costs seconds of tracing in each engine
+PROMPTS = (5, 17, 40, 100, 9, 33, 64, 80, 12, 25, 50, 120)  # tokens
 LOGITS = {16: 0.03, 8: 0.12}  # relative difference that is allowed
 
 
@@ -190,7 +193,7 @@ def engine(name: str, out: Path, plugin: bool, tp: int, ep: bool) -> dict[str, A
         seed=0,
     )
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(5, 1000, (n,), generator=generator).tolist() for n in (5, 17, 40, 100)]
+    prompts = [torch.randint(5, 1000, (n,), generator=generator).tolist() for n in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=SIZES["vocabulary"], detokenize=False)
 
     def ask(batch: list[list[int]]) -> Any:
@@ -226,11 +229,12 @@ def line(name: str, root: Path, found: dict[str, dict[str, Any]]) -> str:
     ours, own = found["ours"], found.get("vllm", dict(error="not run"))
     took = ", ".join(f"{side} {one['seconds']:.0f} s" for side, one in found.items())
     if "error" in ours:
-        return f"FAIL {name}: ours: {ours['error']}; vLLM: {own.get('error', 'ran')} ({took})"
+        verdict = "NEITHER" if own.get("error") == ours["error"] else "FAIL"
+        return f"{verdict} {name}: ours: {ours['error']}; vLLM: {own.get('error', 'ran')} ({took})"
 
     def apart(a: Any, b: Any) -> float:
         a, b = (t - t.mean(-1, keepdim=True) for t in (a, b))
-        return float((a - b).norm() / b.norm())
+        return float(((a - b).norm(dim=-1) / b.norm(dim=-1)).quantile(0.75))
 
     log = (root / "ours" / name / "log.txt").read_text(errors="replace")
     left = [said[:220] for said in log.splitlines() if "moe_jax leaves" in said][:1]
