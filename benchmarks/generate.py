@@ -317,6 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     print(f"# {options.layers} layers", flush=True)
     cells: list[dict[str, Any]] = []
+    failures: list[str] = []
     for case in options.cases:
         left = options.seconds - (time.monotonic() - began)
         if left <= 0:
@@ -331,17 +332,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments += [f"--vocabulary={options.vocabulary}"]
         arguments += [f"--cases={case}", f"--seconds={left}", "--worker"]
         arguments += [f"--{flag}" for flag in ("tiny", "whole") if getattr(options, flag)]
-        for cell in _said([sys.executable, __file__, *arguments], left + 30):
+        for cell in _said([sys.executable, __file__, *arguments], left + 30, failures):
             cells.append(cell)
             print("\n".join(rows_of(cell, options.layers)), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(dict(layers=options.layers, cells=cells), indent=1))
     print(f"{header()}, {time.monotonic() - began:.0f} s", flush=True)
-    return 0
+    return int(bool(failures))
 
 
-def _said(command: list[str], limit: float) -> Any:
-    """Cells that a process says, as it says them; it is killed after ``limit`` seconds."""
+def _said(command: list[str], limit: float, failures: list[str]) -> Any:
+    """Cells that a process says, as it says them; it is killed after ``limit`` seconds. Its failure goes to a list."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         timer = threading.Timer(limit, process.kill)
         timer.start()
@@ -354,7 +355,8 @@ def _said(command: list[str], limit: float) -> Any:
                 last = [*last[-8:], line.rstrip()]
         timer.cancel()
         if process.wait():
-            print(f"exit {process.returncode}: " + " / ".join(last), flush=True)
+            failures.append(f"exit {process.returncode}: " + " / ".join(last))
+            print(failures[-1], flush=True)
 
 
 if __name__ == "__main__":
