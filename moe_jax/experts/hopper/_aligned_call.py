@@ -102,7 +102,10 @@ class AlignedCall:
         block_m = _block_m(self.config, weights, self.operands, self.topk_ids.size)
         if self.kept is not None:
             return Rows(self.kept.tiles, block_m, self.kernels)
-        tiles = align(self.topk_ids, weights.num_experts, block_m, implementation=self.kernels)
+        # Sums over the rows of an expert repeat to the bit where the order of these does.
+        tiles = align(
+            self.topk_ids, weights.num_experts, block_m, stable=self.has_sums, implementation=self.kernels
+        )
         return Rows(tiles, block_m, self.kernels)
 
     @functools.cached_property
