@@ -23,9 +23,11 @@ def align_ref(desc: AlignDesc, ids: jax.Array, offset: jax.Array | None = None) 
     is_routed = (ids >= 0) & (ids < desc.num_experts)
     expert = jnp.where(is_routed, ids, desc.num_experts)
     names = jnp.arange(desc.num_experts, dtype=jnp.int32)
-    blocks = jnp.pad(expert, (0, -desc.num_pairs % _PAIRS), constant_values=desc.num_experts).reshape(-1, _PAIRS)
+    missing = -desc.num_pairs % _PAIRS if desc.num_pairs else _PAIRS
+    blocks = jnp.pad(expert, (0, missing), constant_values=desc.num_experts).reshape(-1, _PAIRS)
     counts = (blocks[:, :, None] == names).sum(axis=1, dtype=jnp.int32)
-    sizes = counts.sum(axis=0, dtype=jnp.int32)
+    before = _sums_before(counts)
+    sizes = before[-1] + counts[-1]
     tiles = jnp.minimum(sizes, 1) if desc.top_k else -(-sizes // desc.block_m)
     first = _sums_before(tiles[:, None])[:, 0]
     ends = first + tiles
@@ -36,7 +38,7 @@ def align_ref(desc: AlignDesc, ids: jax.Array, offset: jax.Array | None = None) 
     else:
         is_same = blocks[:, :, None] == blocks[:, None, :]
         within = (is_same & _is_before(_PAIRS)).sum(axis=2, dtype=jnp.int32).reshape(-1)[: desc.num_pairs]
-        rank = _sums_before(counts)[pair // _PAIRS, owner] + within
+        rank = before[pair // _PAIRS, owner] + within
     index = jnp.arange(desc.num_tiles, dtype=jnp.int32)
     in_use = index < ends[-1]
     tile_expert = (ends <= index[:, None]).sum(axis=1, dtype=jnp.int32)
