@@ -8,10 +8,14 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\
 
 Run the same command again to go on where --out has stopped: the bits are those of a run that never stopped. To stop
 early on purpose, give --schedule-steps the whole length and --steps less, and --steps more in the next command.
+
+On a GPU these bits need XLA_FLAGS=--xla_gpu_autotune_level=0, which the script adds unless XLA_FLAGS names a level. XLA
+then times no algorithms for its products, of which each process may choose others; some products become slower.
 """
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -44,6 +48,13 @@ QWEN3_30B_A3B = _demo.CONFIG | dict(
 )
 SIZES = {"tiny": _demo.CONFIG, "qwen3-30b-a3b": QWEN3_30B_A3B}
 FREE = ("out", "steps", "save_every")  # options that may change where a run goes on
+
+
+def fix_algorithms():
+    """Keep XLA from timing algorithms, unless the user has asked for something else. For a process without devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "--xla_gpu_autotune_level" not in flags and "--xla_gpu_deterministic_ops" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -333,4 +344,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    fix_algorithms()
     main()

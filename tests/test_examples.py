@@ -1,7 +1,10 @@
 """The scripts of examples/, each run at toy size."""
 
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -147,6 +150,45 @@ class TestFinetune:
             (tmp_path / name / "adapter/adapter_model.safetensors").read_bytes() for name in ("straight", "halves")
         ]
         assert files[0] == files[1]
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            (None, "--xla_gpu_autotune_level=0"),
+            ("--xla_cpu_enable_fast_math=false", "--xla_cpu_enable_fast_math=false --xla_gpu_autotune_level=0"),
+            ("--xla_gpu_autotune_level=4", "--xla_gpu_autotune_level=4"),
+            ("--xla_gpu_deterministic_ops=true", "--xla_gpu_deterministic_ops=true"),
+        ],
+    )
+    def test_flags_reach_xla_and_users_have_the_last_word(self, before, after):
+        """Imports find no devices, which would come before the flags; and a JAX for CPUs takes them."""
+        code = (
+            "import os, finetune_lora, jax\n"
+            "assert not jax._src.xla_bridge.backends_are_initialized(), 'an import has started JAX'\n"
+            "finetune_lora.fix_algorithms(); print(os.environ['XLA_FLAGS'], len(jax.devices('cpu')))"
+        )
+        env = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}")
+        env.pop("XLA_FLAGS", None)
+        env |= {} if before is None else dict(XLA_FLAGS=before)
+        found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert found.stdout.strip() == f"{after} 1", found.stderr
+
+    @pytest.mark.gpu
+    def test_processes_have_the_same_bits(self, tmp_path):
+        """As the documentation has it: one run of four steps, and one that stops after two."""
+        env = dict(os.environ, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+        env.pop("XLA_FLAGS", None)
+        options = "--schedule-steps 4 --save-every 2 --batch-size 16 --length 256 --balance 0.01 --remat".split()
+
+        def run(name, steps):
+            command = [sys.executable, str(EXAMPLES / "finetune_lora.py"), "--out", str(tmp_path / name), *options]
+            subprocess.run([*command, "--steps", str(steps)], env=env, check=True)
+
+        run("straight", 4)
+        run("halves", 2)
+        run("halves", 4)
+        for name in ("losses.json", "adapter/adapter_model.safetensors"):
+            assert (tmp_path / "straight" / name).read_bytes() == (tmp_path / "halves" / name).read_bytes(), name
 
     def test_a_run_goes_on_with_its_own_options_alone(self, tmp_path):
         """More steps are no other options, unless the schedule's length follows them."""

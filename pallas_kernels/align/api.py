@@ -19,7 +19,8 @@ class TileMap:
     """Where the rows of a routing lie. Each expert's rows start at a tile of their own, experts ascending.
 
     Args:
-        row_of: (T, top_k) int32, the row of each (token, slot), -1 where it is not routed.
+        row_of: (T, top_k) int32, the row of each (token, slot), -1 where it is not routed. Rows of an expert are in the
+            order in which threads reached a counter, or, where ``align`` was asked for it, in that of their pairs.
         group_sizes: (E,) int32, pairs per expert.
         tile_expert: (Mp / block_m,) int32, the expert of each tile, -1 past the last tile in use.
         tile_rows: (Mp / block_m,) int32, rows in use of each tile.
@@ -40,13 +41,14 @@ def align(
     *,
     group_offset: jax.Array | int | None = None,
     unpermuted: bool = False,
+    stable: bool = False,
     config: AlignConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> TileMap:
     """Give every routed (token, slot) a row: rows grouped by expert, each group padded to whole tiles of block_m rows.
 
     The number of rows Mp is ``row_capacity``, whatever the ids are. Inside a group the order of rows is unspecified and
-    may differ between implementations and calls.
+    may differ between implementations and calls; with ``stable`` it is that of the pairs (t, slot).
 
     Args:
         topk_ids: (T, top_k) int32, or (T, top_k, 2) int32 with the words of 64-bit ids, low first, as int64 lies in
@@ -57,6 +59,8 @@ def align(
             are a shard of more. Ids of other shards are not routed and cost nothing.
         unpermuted: row t of an expert's tile is token t, so that every tile holds the same T <= block_m tokens. A token
             that names an expert twice then has one row of it.
+        stable: rows of a group in the order of their pairs (t, slot), so that sums over them repeat to the bit. XLA
+            computes it, whatever the implementation. It changes nothing where tokens stay unpermuted.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper", "portable", "reference", or several in the order to try; None for this order.
 
@@ -67,6 +71,9 @@ def align(
         raise ValueError(f"topk_ids is {topk_ids.dtype}{topk_ids.shape}, expected int32 (T, top_k) or (T, top_k, 2)")
     if num_experts < 1 or block_m < 1:
         raise ValueError(f"num_experts={num_experts} and block_m={block_m} must both be at least 1")
+    by_xla = stable and not unpermuted
+    if by_xla and config is not None:
+        raise ValueError(f"stable=True takes no config of the Hopper kernel, found {config}; leave one of them out")
     desc = describe(
         topk_ids.shape[0],
         topk_ids.shape[1],
@@ -80,6 +87,8 @@ def align(
 
     def kernel(num_sms: int) -> dict[str, jax.Array]:
         del num_sms  # asked for whether the device runs it
+        if by_xla:
+            return align_ref(desc, *operands)
         chosen = config or choose_config(desc)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)

@@ -15,7 +15,8 @@ One SM reads and writes too slowly for many pairs. Several CTAs share them in tw
                                        tiles, rows of the CTA's pairs, a share of the tiles as above
 
 An expert's rows are in the order in which threads reach its counter, which may differ from call to call. Results do not
-differ: a row's values do not depend on its place, and ``combine`` adds by slot.
+differ: a row's values do not depend on its place, and ``combine`` adds by slot. Sums over an expert's rows do. They
+take ``align(stable=True)``.
 """
 
 import functools

@@ -12,7 +12,9 @@ import pytest
 
 from pallas_kernels.align import AlignConfig, AlignDesc, TileMap, align, config_error, kernel_sm90, row_capacity
 from pallas_kernels.align.config import OUTPUTS, choose_config
+from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels import tile_checks
+from tests.support.kernels.case import launches
 from tests.support.kernels.cases import align_cases
 from tests.support.kernels.in_lockstep import Memory, simt_of
 from tests.support.kernels.tile_checks import check_tiles, check_unpermuted_tiles
@@ -29,8 +31,8 @@ ROUTINGS = tile_checks.ROUTINGS | {
 FEW = [name for name, (ids, _) in ROUTINGS.items() if len(ids) <= 8]
 
 
-def run(ids, num_experts, block_m, implementation, config=None, offset=None, unpermuted=False):
-    options = dict(implementation=implementation, config=config, unpermuted=unpermuted)
+def run(ids, num_experts, block_m, implementation, config=None, offset=None, unpermuted=False, stable=False):
+    options = dict(implementation=implementation, config=config, unpermuted=unpermuted, stable=stable)
     call = jax.jit(lambda ids, offset: align(ids, num_experts, block_m, group_offset=offset, **options))
     return call(jnp.asarray(ids, jnp.int32), None if offset is None else jnp.int32(offset))
 
@@ -97,6 +99,59 @@ def test_unpermuted(routing):
     check_unpermuted(routing, "reference")
 
 
+def check_stable(implementation, ids, num_experts, block_m, given=None, **options):
+    """Each expert's rows follow each other in the order of the pairs; all else is as without. given: what stands for
+    ids in the call."""
+    found = run(ids if given is None else given, num_experts, block_m, implementation, stable=True, **options)
+    local = np.asarray(ids, np.int64) - options.get("offset", 0)
+    check_tiles(np.where((local >= 0) & (local < num_experts), local, -1), num_experts, block_m, found)
+    next_row, tiles = {}, 0
+    for e in range(num_experts):
+        next_row[e] = tiles * block_m
+        tiles += -(-int((local == e).sum()) // block_m)
+    rows = np.asarray(found.row_of).reshape(-1)
+    for pair, e in enumerate(local.reshape(-1)):
+        if e in next_row:
+            assert rows[pair] == next_row[e], pair
+            next_row[e] += 1
+
+
+@pytest.mark.parametrize("block_m", [1, 16])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.sample(4)
+def test_stable(routing, block_m):
+    check_stable("reference", *ROUTINGS[routing], block_m)
+
+
+def check_stable_shards_and_wide_ids(implementation):
+    ids = np.concatenate([RNG.integers(0, 20, (600, 3)), [[-1, 20, 2**31 - 1], [-(2**31) + 5, 19, 0]]])
+    check_stable(implementation, ids, 5, 16, offset=5)
+    wide, left = as_wide(ids)
+    check_stable(implementation, left, 20, 8, given=wide)
+
+
+def test_stable_shards_and_wide_ids():
+    check_stable_shards_and_wide_ids("reference")
+
+
+@pytest.mark.parametrize("pairs", [0, 127, 128, 129, 4096, 4097, 131_072, 140_001])
+def test_stable_sizes(pairs):
+    """To the last pair of a block, of a table of blocks and of a table of these, and one more."""
+    check_stable("reference", np.random.default_rng(pairs).integers(-1, 4, (pairs, 1)), 3, 64)
+
+
+def test_stable_is_computed_by_xla_and_changes_nothing_for_unpermuted_tokens():
+    ids = jnp.zeros((4, 2), jnp.int32)
+    with on_hopper():
+        counts = [
+            launches(lambda ids, options=options: align(ids, 3, 16, implementation="hopper", **options), ids)
+            for options in (dict(), dict(stable=True), dict(stable=True, unpermuted=True))
+        ]
+    assert counts == [1, 0, 1]
+    found = run(np.array([[1, 0], [2, 2]]), 3, 8, "reference", unpermuted=True, stable=True)
+    check_unpermuted_tiles(np.array([[1, 0], [2, 2]]), 3, 8, found)
+
+
 def test_wrong_calls():
     ids = jnp.zeros((4, 2), jnp.int32)
     refuses(ValueError, "4 tokens in tiles of block_m=3 rows", align, ids, 3, 3, unpermuted=True)
@@ -106,6 +161,7 @@ def test_wrong_calls():
     refuses(ValueError, "block_m=0", align, ids, 3, 0)
     with pytest.raises(ValueError, match=r"group_offset is int32\(1,\), expected int32 \(\)"):
         align(ids, 3, 16, group_offset=jnp.zeros(1, jnp.int32))
+    refuses(ValueError, "stable=True takes no config", align, ids, 3, 16, stable=True, config=AlignConfig(1))
     refuses(NotImplementedError, "hopper: needs a Hopper GPU", align, ids, 3, 16, implementation="mosaic")
 
 
@@ -183,6 +239,14 @@ def test_gpu_wide_ids(routing):
 def test_gpu_sizes(shape, num_experts):
     ids = np.random.default_rng(1).integers(0, num_experts, shape)
     check_tiles(ids, num_experts, 128, run(ids, num_experts, 128, "hopper"))
+
+
+@pytest.mark.gpu
+def test_gpu_stable():
+    check_stable_shards_and_wide_ids("hopper")
+    for shape, num_experts in (((16384, 8), 256), ((4097, 4), 1000)):
+        ids = np.random.default_rng(1).integers(-1, num_experts, shape)
+        check_stable("hopper", ids, num_experts, 128)
 
 
 @pytest.mark.gpu

@@ -176,8 +176,10 @@ class Cotangents:
 
 
 def sum_of_experts(rows: Array, tiles: TileMap, block_m: int) -> Array:
-    """(Mp, N) float32 -> (E, N): the sum over the rows of each expert, gaps included."""
+    """(Mp, N) float32 -> (E, N): the sum over the rows of each expert, gaps included.
+
+    A reduction, whose order is always the same; a scatter on a GPU would add in the order in which threads come.
+    """
     of_tiles = rows.reshape(-1, block_m, rows.shape[1]).sum(axis=1)
-    is_used = jnp.arange(of_tiles.shape[0]) < tiles.num_tiles
-    of_tiles = jnp.where(is_used[:, None], of_tiles, 0.0)
-    return jax.ops.segment_sum(of_tiles, jnp.maximum(tiles.tile_expert, 0), tiles.group_sizes.shape[0])
+    is_own = tiles.tile_expert == jnp.arange(tiles.group_sizes.shape[0], dtype=jnp.int32)[:, None]
+    return jnp.where(is_own[:, :, None], of_tiles, 0.0).sum(axis=1)

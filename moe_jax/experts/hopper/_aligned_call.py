@@ -44,8 +44,8 @@ Operands = PackedOperands | PlainOperands | None
 class Kept:
     """What a forward pass keeps beside its arguments where the layer asks (``MoEConfig.keep_hidden``).
 
-    tiles: where the rows lie. Inside an expert they are in the order in which threads reached a counter, so that no
-        other alignment of the same ids fits them.
+    tiles: where the rows lie. Without a gradient of weights or adapters the rows of an expert are in the order in which
+        threads reached a counter, so that no other alignment of the same ids fits them.
     before: (Mp, G * I) in the layer's dtype, gate and up with their bias, before adapters and activation, in the
         columns of the products.
     """
@@ -74,6 +74,7 @@ class AlignedCall:
     kernels: the implementation of every kernel, by name.
     reads_packed: quantized weights are read as they are; else dequantized first.
     has_sums: the gradient of a leaf of the weights is asked for, which sums over the rows of an expert by whole tiles.
+        The rows of an expert are then in the order of their pairs, so that sums repeat to the bit.
     kept: of the forward pass of the same call; None computes it again.
     """
 
@@ -102,7 +103,7 @@ class AlignedCall:
         block_m = _block_m(self.config, weights, self.operands, self.topk_ids.size)
         if self.kept is not None:
             return Rows(self.kept.tiles, block_m, self.kernels)
-        tiles = align(self.topk_ids, weights.num_experts, block_m, implementation=self.kernels)
+        tiles = align(self.topk_ids, weights.num_experts, block_m, stable=self.has_sums, implementation=self.kernels)
         return Rows(tiles, block_m, self.kernels)
 
     @functools.cached_property

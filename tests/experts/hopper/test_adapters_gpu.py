@@ -3,12 +3,23 @@ layer in float32 by the xla backend, which test_adapters.py compares with torch 
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from moe_jax.experts import explain, fused_experts
-from tests.experts.hopper.test_adapters import SCHEMES, call_of, check_gradients_of_quantized, check_outputs, held
+from tests.experts.hopper.test_adapters import (
+    SCHEMES,
+    call_of,
+    check_gradients_of_quantized,
+    check_outputs,
+    chosen_by,
+    gradients,
+    held,
+)
+from tests.experts.hopper.test_backward_gpu import assert_bits_repeat
 
 pytestmark = pytest.mark.gpu
 
@@ -45,6 +56,18 @@ def test_gradients_of_rows_that_are_kept(scheme):
         return by_kernels(dataclasses.replace(config, keep_hidden=True), *given)
 
     check_gradients_of_quantized(run, scheme, 700)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(keep_hidden=True), dict(with_choice=True)], ids=str)
+@pytest.mark.parametrize("tokens", [700, 9000])
+def test_bits_repeat(tokens, options):
+    """Gradients of adapters, and of their scales, sum over the rows of an expert."""
+    config, x, p, ids, weights = call_of("w4a16_g32", tokens, shares_gate=False)
+    weights = chosen_by(weights, tokens) if options.get("with_choice") else weights
+    config = dataclasses.replace(config, keep_hidden=options.get("keep_hidden", False))
+    run = jax.jit(functools.partial(gradients, by_kernels, config))
+    g = jax.random.normal(jax.random.key(7), x.shape)
+    assert_bits_repeat(run, x, p, ids, held(weights, config), g)
 
 
 def test_explain():

@@ -35,6 +35,14 @@ def by_kernels(layer, **changes):
     return run
 
 
+def assert_bits_repeat(run, *arguments, calls=5):
+    """run: gives arrays by name."""
+    first = jax.tree.map(np.asarray, run(*arguments))
+    for _ in range(calls - 1):
+        for name, again in run(*arguments).items():
+            np.testing.assert_array_equal(first[name], np.asarray(again), err_msg=name)
+
+
 def frozen_by_static(weights, call, *, reads_packed):
     static = Static(call[0].config, jnp.dtype("float32"), reads_packed=reads_packed)
     return frozen_gradients(functools.partial(differentiable, static), weights, call)
@@ -121,14 +129,13 @@ def test_rows_that_are_kept_beside_packed_weights(scheme):
     assert_gradients_close(frozen_gradients(run, weights, call), expected)
 
 
-def test_bits_repeat():
-    """Not those of matrices: the rows of an expert, over which they sum, are in the order of threads at a counter."""
-    call = arguments(700, "some tokens nowhere")
-    first, second = (gradients(by_kernels(call[0]), *call) for _ in range(2))
-    for name, value in first.items():
-        one, other = np.asarray(value, np.float32), np.asarray(second[name], np.float32)
-        step = 2.0**-7 if name in ("w13", "w2") else 0.0  # one of bfloat16
-        assert (np.abs(one - other) <= step * np.abs(one).max(axis=-1, keepdims=True)).all(), name
+@pytest.mark.parametrize("options", [dict(), dict(keep_hidden=True), dict(has_bias=True)], ids=str)
+@pytest.mark.parametrize("tokens", [700, 9000])
+def test_bits_repeat(tokens, options):
+    """Also those of matrices and biases, which sum over the rows of an expert; some by one CTA, and by several."""
+    layer, *rest = arguments(tokens, "some tokens nowhere", **options)
+    run = jax.jit(functools.partial(gradients, by_kernels(layer), layer))
+    assert_bits_repeat(run, *rest)
 
 
 def test_a_batch_of_calls():

@@ -325,7 +325,8 @@ def test_nothing_is_computed_again(scheme):
             products_and_others(jax.make_jaxpr(functools.partial(step, keeps))(x, p, weights))
             for keeps in (False, True)
         )
-    assert (plain, kept) == (((5, 4), (4, 3)) if scheme == "bf16" else ((3, 4), (2, 2)))
+    # Beside gradients of weights XLA aligns, and no kernel does.
+    assert (plain, kept) == (((5, 3), (4, 3)) if scheme == "bf16" else ((3, 4), (2, 2)))
 
 
 def test_without_differentiation_nothing_changes():
