@@ -62,6 +62,9 @@ from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile, tile_index, tiles_of_cta
 
+_AT_ONCE = (
+    2  # pieces of a step between two rounds of stores, in front of which no load moves: one hides the other's waits
+)
 _TILED = ("dy", "matrix", "staging", "before")  # as wgmma and TMA copies with a swizzle read them
 
 
@@ -201,9 +204,11 @@ def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], _Tile]) -> N
                 _load(cta, Tile(row, column, expert, this.first_step), own, step + ahead)
 
             plgpu.barrier_wait(scratch["full"].at[slot])
-            for piece in range(cta.config.pieces):
-                value = (_widened if cta.desc.is_plain else _dequantized)(cta, slot, piece)
-                scratch["matrix"].at[(place, *_part(cta.desc, piece))][...] = value
+            convert = _widened if cta.desc.is_plain else _dequantized
+            for first in range(0, cta.config.pieces, _AT_ONCE):
+                pieces = range(first, min(first + _AT_ONCE, cta.config.pieces))
+                for piece, value in [(piece, convert(cta, slot, piece)) for piece in pieces]:
+                    scratch["matrix"].at[(place, *_part(cta.desc, piece))][...] = value
             plgpu.commit_smem()  # the numbers for wgmma; and every warp has read the words
             plgpu.barrier_arrive(scratch["ready"].at[place])
             return step + 1

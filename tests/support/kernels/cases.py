@@ -326,12 +326,13 @@ def dgrad_cases() -> Iterator[Case]:
         packed = dataclasses.replace(_PACKED_BASE, **options)
         if packed.fmt.is_8bit:
             continue
+        has_groups = packed.fmt.scale == "group" or packed.fmt.has_zero_point  # else scales lie in the blocks
         plain = DgradDesc(
             rows=packed.rows,
             n=packed.n,
             k=packed.k,
             num_experts=packed.num_experts,
-            groups=1 if packed.fmt.group_size is None else packed.k // packed.fmt.group_size,
+            groups=packed.k // packed.fmt.group_size if has_groups and packed.fmt.group_size else 1,
             fmt=packed.fmt,
             scale_dtype=packed.scale_dtype,
             has_channel_scale=packed.has_channel_scale,
