@@ -335,7 +335,7 @@ def test_pairs_of_an_expert_in_two_places():
 
 
 def test_the_calls_of_a_backward_pass_share_the_pairs():
-    """XLA merges the equal tables of both products, whose reductions are three kernels."""
+    """XLA merges the equal tables of both products: five reductions, not ten."""
     tiles = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((384,), (1,), (384,))]
 
     def both(expert, count, rows):
