@@ -27,6 +27,7 @@ from pallas_kernels.grouped_gemm.dgrad import (
     grouped_gemm_widened,
     plain_sm90,
     plain_weights,
+    stmatrix_sm90,
 )
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as kernel
 from pallas_kernels.grouped_gemm.dgrad.api import flattened, tile_table
@@ -39,7 +40,7 @@ from tests.pallas_kernels.test_packed_operands import as_matrix, on_numpy, on_th
 from tests.pallas_kernels.test_packed_pipeline import Ref
 from tests.support.kernels import warpgroups
 from tests.support.kernels.cases import dgrad_cases, plain_dgrad_cases
-from tests.support.kernels.dgrad_problem import PLAIN_KINDS, make_pull, make_widened, unpacked
+from tests.support.kernels.dgrad_problem import PLAIN_KINDS, make_pull, make_widened, store_matrices, unpacked
 from tests.support.kernels.gemm_problem import ROUTINGS, tiles_of
 from tests.support.kernels.packed_problem import KINDS
 from tests.support.refusals import refuses
@@ -228,6 +229,18 @@ def test_body_in_threads_of_the_forward_product(monkeypatch, kind, config):
     run_body(monkeypatch, make_widened(kind, sizes, n=192, k=192, block_m=config.block_m), config)
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_matrices_are_stored_where_wgmma_reads_them(pieces, monkeypatch):
+    """The row of 8 columns that each thread names, in tiles of 8 x 64 whose chunks of 8 columns are swizzled."""
+    monkeypatch.setattr(stmatrix_sm90, "_asm", operands.run_ptx)
+    thread, pair = np.arange(128, dtype=np.uint32)[:, None], np.arange(4)
+    found = stmatrix_sm90.row_offset(thread, pieces) ^ np.array([stmatrix_sm90.pair_bits(each) for each in range(4)])
+    matrix = thread // 8 % 4
+    row = thread // 32 * 16 + matrix % 2 * 8 + thread % 8
+    chunk = pair * 2 + matrix // 2
+    np.testing.assert_array_equal(found, row // 8 * pieces * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16)
+
+
 def run_body(monkeypatch, problem, config, activation=None):
     """The kernel's body on a problem, and what it must give."""
     (dy, w, tile_expert, num_tiles), kwargs = problem.args, problem.kwargs
@@ -248,6 +261,7 @@ def run_body(monkeypatch, problem, config, activation=None):
         return unpacked(fmt, words.array, width, rows, *(None if v is None else v.array for v in vectors))
 
     monkeypatch.setattr(kernel, "load_block", load_block)
+    monkeypatch.setattr(kernel, "store_matrices", store_matrices)
     outputs = [np.full((desc.rows, desc.projections * desc.width), np.nan, desc.dtype)]
     if activation is not None:
         outputs.append(np.full((-(-desc.k // config.block_n), desc.rows), np.nan, np.float32))

@@ -56,6 +56,7 @@ from pallas_kernels.grouped_gemm.dgrad.config import (
     tile_groups,
 )
 from pallas_kernels.grouped_gemm.dgrad.plain_sm90 import dequantize
+from pallas_kernels.grouped_gemm.dgrad.stmatrix_sm90 import store_matrices
 from pallas_kernels.grouped_gemm.epilogue_pull_sm90 import pulled
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
@@ -204,11 +205,15 @@ def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], _Tile]) -> N
                 _load(cta, Tile(row, column, expert, this.first_step), own, step + ahead)
 
             plgpu.barrier_wait(scratch["full"].at[slot])
+            matrix = scratch["matrix"].at[place]
             convert = _widened if cta.desc.is_plain else _dequantized
             for first in range(0, cta.config.pieces, _AT_ONCE):
                 pieces = range(first, min(first + _AT_ONCE, cta.config.pieces))
                 for piece, value in [(piece, convert(cta, slot, piece)) for piece in pieces]:
-                    scratch["matrix"].at[(place, *_part(cta.desc, piece))][...] = value
+                    if cta.desc.is_plain:
+                        matrix.at[_part(cta.desc, piece)][...] = value
+                    else:
+                        store_matrices(matrix, piece, value)
             plgpu.commit_smem()  # the numbers for wgmma; and every warp has read the words
             plgpu.barrier_arrive(scratch["ready"].at[place])
             return step + 1
