@@ -356,7 +356,7 @@ def test_the_calls_of_a_backward_pass_share_the_pairs():
         one, other = (tile_pairs(expert, count, rows, 128, 128) for _ in range(2))
         return jax.tree.map(lambda a, b: a * b, one, other)
 
-    text = jax.jit(both).lower(*tiles).compile().as_text()
+    text = str(jax.jit(both).lower(*tiles).compile().as_text())
     assert len(re.findall(r"s32\[\d+\].* reduce\(", text)) <= 5, text
 
 

@@ -180,7 +180,7 @@ def _run_hopper(desc: DgradDesc, config: DgradConfig | None, w: QuantizedWeights
 def tile_table(desc: DgradDesc, config: DgradConfig, given: Mapping[str, Any]) -> dict[str, jax.Array]:
     """The operands of the kernel that say which rows a CTA takes, by name; given: those of the call."""
     if config.neighbours > 1:
-        of_call = (given[name] for name in ("tile_expert", "num_tiles", "tile_rows"))
+        experts, count, rows = (given[name] for name in ("tile_expert", "num_tiles", "tile_rows"))
         with jax.named_scope("tile_pairs"):
-            return tile_pairs(*of_call, config.block_m, desc.num_experts)
+            return tile_pairs(experts, count, rows, config.block_m, desc.num_experts)
     return dict(num_tiles=given["num_tiles"].reshape(1))

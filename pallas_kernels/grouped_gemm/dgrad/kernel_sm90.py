@@ -63,9 +63,9 @@ from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile, tile_index, tiles_of_cta
 
-_AT_ONCE = (
-    2  # pieces of a step between two rounds of stores, in front of which no load moves: one hides the other's waits
-)
+# Pieces of a step that are converted before they are stored: no load moves in front of a store, and one piece hides
+# what the other waits for. More would need registers.
+_AT_ONCE = 2
 _TILED = ("dy", "matrix", "staging", "before")  # as wgmma and TMA copies with a swizzle read them
 
 
@@ -384,19 +384,15 @@ def _rows(cta: _Cta, tile: Tile, unit: int) -> Any:
     return pl.ds((tile.row + unit) * cta.config.block_m + cta.warpgroup * UNIT, UNIT)
 
 
-def _pieces(cta: _Cta, units: int) -> list[tuple[int, int]]:
-    """(neighbour, 64 columns), in the order in which they are stored."""
-    return [(unit, piece) for unit in range(units) for piece in range(cta.config.pieces)]
-
-
 def _store(cta: _Cta, tile: Tile, sums: list[Value]) -> None:
     """Write this warpgroup's (64, block_n) of the output. Columns past its width are not stored."""
     desc, config, staging = cta.desc, cta.config, cta.scratch["staging"].at[cta.warpgroup]
-    order, slots = _pieces(cta, len(sums)), 2
-    for index, (unit, piece) in enumerate(order):
+    count, slots = len(sums) * config.pieces, 2
+    for index in range(count):
+        unit, piece = divmod(index, config.pieces)
         # One neighbour or two leave the same slot behind as the last: of pairs the pieces are even in number.
         slot, column = index % slots, tile.column * config.block_n + piece * UNIT
-        plgpu.wait_smem_to_gmem(stores_under_way(index, len(order), slots), wait_read_only=True)
+        plgpu.wait_smem_to_gmem(stores_under_way(index, count, slots), wait_read_only=True)
         staging[slot] = _piece(cta, sums[unit], piece).astype(desc.dtype)
         plgpu.commit_smem()
         inside = mosaic.column_predicate(desc.width, config.block_n, column)
@@ -410,7 +406,7 @@ def _piece(cta: _Cta, sums: Value, piece: int) -> Value:
 
 
 def _load_before(cta: _Cta, tile: Tile, index: int) -> None:
-    """Issue the copies of what the activation was given, for one of ``_pieces``."""
+    """Issue the copies of what the activation was given, for a piece of the columns; index: over all units' pieces."""
     unit, piece = divmod(index, cta.config.pieces)
     rows = _rows(cta, tile, unit)
     for projection in range(cta.desc.projections):
@@ -434,30 +430,28 @@ def _store_pulled(cta: _Cta, tile: Tile, sums: list[Value]) -> None:
     """Write the cotangent of what the activation was given, and the sum of hidden value times cotangent of each row."""
     desc, config, scratch, own = cta.desc, cta.config, cta.scratch, cta.warpgroup
     assert desc.activation is not None
-    order = _pieces(cta, len(sums))
-    weights = total = None
-    for index, (unit, piece) in enumerate(order):
-        rows = _rows(cta, tile, unit)
-        if piece == 0:
-            weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
-        plgpu.barrier_wait(scratch["before_full"].at[own])
-        given = [
-            mosaic.load(scratch["before"].at[own, projection], layout=mosaic.WGMMA).astype(jnp.float32)
-            for projection in range(desc.projections)
-        ]
-        plgpu.commit_smem()  # every warp has read
-        if index + 1 < len(order):
-            _load_before(cta, tile, index + 1)
-        product = _piece(cta, sums[unit], piece)
-        of_piece, _, bars = pulled(desc.activation, given, product, weights, accumulator_math_sm90.sigmoid)
-        total = of_piece if piece == 0 else total + of_piece
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for projection, bar in enumerate(bars):
-            scratch["staging"][own, projection] = bar.astype(desc.dtype)
-        plgpu.commit_smem()
-        inside = mosaic.column_predicate(desc.k, config.block_n, tile.column * config.block_n + piece * UNIT)
-        for projection in range(desc.projections):
-            target = cta.outputs[0].at[rows, _columns(cta, tile, piece, projection)]
-            plgpu.copy_smem_to_gmem(scratch["staging"].at[own, projection], target, predicate=inside)
-        if piece + 1 == config.pieces:
-            cta.outputs[1].at[tile.column, rows][...] = total
+    for unit, of_unit in enumerate(sums):
+        rows, total = _rows(cta, tile, unit), None
+        weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
+        for piece in range(config.pieces):
+            plgpu.barrier_wait(scratch["before_full"].at[own])
+            given = [
+                mosaic.load(scratch["before"].at[own, projection], layout=mosaic.WGMMA).astype(jnp.float32)
+                for projection in range(desc.projections)
+            ]
+            plgpu.commit_smem()  # every warp has read
+            following = unit * config.pieces + piece + 1
+            if following < len(sums) * config.pieces:
+                _load_before(cta, tile, following)
+            product = _piece(cta, of_unit, piece)
+            of_piece, _, bars = pulled(desc.activation, given, product, weights, accumulator_math_sm90.sigmoid)
+            total = of_piece if total is None else total + of_piece
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for projection, bar in enumerate(bars):
+                scratch["staging"][own, projection] = bar.astype(desc.dtype)
+            plgpu.commit_smem()
+            inside = mosaic.column_predicate(desc.k, config.block_n, tile.column * config.block_n + piece * UNIT)
+            for projection in range(desc.projections):
+                target = cta.outputs[0].at[rows, _columns(cta, tile, piece, projection)]
+                plgpu.copy_smem_to_gmem(scratch["staging"].at[own, projection], target, predicate=inside)
+        cta.outputs[1].at[tile.column, rows][...] = total
