@@ -171,8 +171,8 @@ def test_configs_of_pairs(stages, activation):
 @pytest.mark.parametrize("activation", [None, SILU], ids=str)
 @pytest.mark.parametrize("num_sms", [1, 132])
 def test_a_pair_without_a_second_tile_leaves_the_rows_behind_it(num_sms, activation):
-    """In use are the second expert's tiles alone: the first one's, of one tile each, are walked after them and before
-    them. One CTA takes a column's tiles in turn, so that what the last one writes stays.
+    """The experts behind two pairs of a single tile are computed before these, and after them. One CTA takes the pairs
+    of a column in their order, so that what it writes last stays.
     """
     problem = make_pull("int4 g128", [100, 256, 120, 200], n=256, k=256, activation=activation)
     experts = np.asarray(problem.args[2])
