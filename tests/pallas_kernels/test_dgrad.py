@@ -188,6 +188,15 @@ def test_body_in_threads_of_pairs(monkeypatch, kind, sizes, activation, config):
     run_body(monkeypatch, problem, config, activation)
 
 
+WIDE_GROUPS = (PackedFormat("int4", scale="group", group_size=256), "bfloat16", False)
+
+
+def test_body_in_threads_of_pairs_in_wide_groups(monkeypatch):
+    """Two column tiles share the scales of a group."""
+    monkeypatch.setitem(KINDS, "int4 g256", WIDE_GROUPS)
+    run_body(monkeypatch, make_pull("int4 g256", [190], n=192, k=512), PAIRS)
+
+
 def test_body_in_threads_of_pairs_of_whole_tiles(monkeypatch):
     """The number of rows in use is not known; the last pair ends past the array."""
     problem = make_pull("int4 g64", [70, 300], n=192, k=192, has_tile_rows=False)

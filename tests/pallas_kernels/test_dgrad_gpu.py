@@ -15,9 +15,10 @@ from pallas_kernels.grouped_gemm.dgrad import DgradConfig, candidates, describe_
 from pallas_kernels.grouped_gemm.dgrad.api import flattened
 from pallas_kernels.grouped_gemm.dgrad.config import operand_names
 from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
-from tests.pallas_kernels.test_dgrad import ACTIVATIONS, SILU, USED
+from tests.pallas_kernels.test_dgrad import ACTIVATIONS, SILU, USED, WIDE_GROUPS
 from tests.support.kernels.dgrad_problem import PLAIN_KINDS, make_pull, make_widened
 from tests.support.kernels.gemm_problem import ROUTINGS
+from tests.support.kernels.packed_problem import KINDS
 
 pytestmark = pytest.mark.gpu
 
@@ -156,9 +157,7 @@ def test_routings_in_pairs(routing, has_tile_rows, form):
 @pytest.mark.parametrize("activation", [None, SILU], ids=str)
 @pytest.mark.parametrize("stages", [3, None])
 def test_configs_of_pairs(stages, activation):
-    """Rings of three and more stages, walked in groups of two pairs on five SMs; a last column tile past K; groups
-    wider than a tile.
-    """
+    """Rings of three and more stages, walked in groups of two pairs on five SMs; a last column tile past K."""
     for kind in ("int4 g128", "nvfp4", "int4 channel asym", "plain int8 channel"):
         for k in (192, 768):
             problem = make_pull(kind, [300], n=640, k=k, activation=activation)
@@ -166,6 +165,12 @@ def test_configs_of_pairs(stages, activation):
             widest = next(config for config in candidates(desc, 128, 132) if config.neighbours == 2)
             config = dataclasses.replace(widest, num_stages=stages or widest.num_stages, raster_group_m=2, num_sms=5)
             check(kind, [190, 1, 300, 70], config, n=640, k=k, activation=activation)
+
+
+@pytest.mark.parametrize("config", [PAIRS, DgradConfig(128, 128, 3)], ids=lambda config: f"{config.neighbours} tiles")
+def test_groups_wider_than_a_tile(config, monkeypatch):
+    monkeypatch.setitem(KINDS, "int4 g256", WIDE_GROUPS)
+    check("int4 g256", [190, 1, 300], config, n=640, k=768, activation=SILU)
 
 
 @pytest.mark.parametrize("activation", [None, SILU], ids=str)
