@@ -6,6 +6,7 @@ on a GPU, in test_dgrad_gpu.py.
 import dataclasses
 import functools
 import math
+import re
 import types
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.align import row_capacity
 from pallas_kernels.common.activations import Activation, slopes_refusal, with_slopes
 from pallas_kernels.grouped_gemm import dgrad
 from pallas_kernels.grouped_gemm.dgrad import (
@@ -25,10 +27,12 @@ from pallas_kernels.grouped_gemm.dgrad import (
     grouped_gemm_widened,
     plain_sm90,
     plain_weights,
+    stmatrix_sm90,
 )
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as kernel
-from pallas_kernels.grouped_gemm.dgrad.api import flattened
-from pallas_kernels.grouped_gemm.dgrad.config import shared_arrays
+from pallas_kernels.grouped_gemm.dgrad.api import flattened, tile_table
+from pallas_kernels.grouped_gemm.dgrad.config import MATRICES, describe, operand_names, shared_arrays
+from pallas_kernels.grouped_gemm.dgrad.pairs import max_pairs, tile_pairs
 from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90
 from pallas_kernels.grouped_gemm.packed.reference import dequantized
 from tests.pallas_kernels import test_packed_operands as operands
@@ -36,7 +40,8 @@ from tests.pallas_kernels.test_packed_operands import as_matrix, on_numpy, on_th
 from tests.pallas_kernels.test_packed_pipeline import Ref
 from tests.support.kernels import warpgroups
 from tests.support.kernels.cases import dgrad_cases, plain_dgrad_cases
-from tests.support.kernels.dgrad_problem import PLAIN_KINDS, make_pull, make_widened, unpacked
+from tests.support.kernels.dgrad_problem import PLAIN_KINDS, make_pull, make_widened, store_matrices, unpacked
+from tests.support.kernels.gemm_problem import ROUTINGS, tiles_of
 from tests.support.kernels.packed_problem import KINDS
 from tests.support.refusals import refuses
 
@@ -164,6 +169,48 @@ def test_body_in_threads(monkeypatch, kind, config, k, activation):
     run_body(monkeypatch, problem, config, activation)
 
 
+PAIRS = DgradConfig(128, 128, 3, raster_group_m=2, num_sms=2, neighbours=2)
+
+
+@pytest.mark.parametrize("kind", ["int4 g128 asym", "plain e4m3 block"])
+@pytest.mark.parametrize(
+    ("sizes", "activation", "config"),
+    [
+        ([190, 0, 70, 257, 1], SILU, PAIRS),
+        ([64, 300], None, dataclasses.replace(PAIRS, num_stages=4)),
+    ],
+)
+def test_body_in_threads_of_pairs(monkeypatch, kind, sizes, activation, config):
+    """Experts with odd and even numbers of tiles; two rounds of tiles a CTA, so that a pair without a second tile is
+    taken after the one whose rows lie behind it, and before.
+    """
+    problem = make_pull(kind, sizes, n=192, k=192, activation=activation)
+    run_body(monkeypatch, problem, config, activation)
+
+
+WIDE_GROUPS = (PackedFormat("int4", scale="group", group_size=256), "bfloat16", False)
+
+
+def test_body_in_threads_of_pairs_in_wide_groups(monkeypatch):
+    """Two column tiles share the scales of a group."""
+    monkeypatch.setitem(KINDS, "int4 g256", WIDE_GROUPS)
+    run_body(monkeypatch, make_pull("int4 g256", [190], n=192, k=512), PAIRS)
+
+
+def test_body_in_threads_of_pairs_of_whole_tiles(monkeypatch):
+    """The number of rows in use is not known; the last pair ends past the array."""
+    problem = make_pull("int4 g64", [70, 300], n=192, k=192, has_tile_rows=False)
+    (dy, w, tile_expert, _), tiles = problem.args, 4
+    own = problem.row_expert[: 128 * tiles]
+    problem = dataclasses.replace(
+        problem,
+        args=(dy[: 128 * tiles], w, tile_expert[:tiles], jnp.int32(tiles)),
+        expected=(problem.expected[0][: 128 * tiles],),
+        row_expert=own,
+    )
+    run_body(monkeypatch, problem, PAIRS)
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "k", "activation"),
     [
@@ -182,6 +229,7 @@ def test_body_in_threads_with_plain_weights(monkeypatch, kind, config, k, activa
     [
         ("plain e4m3 block", DgradConfig(128, 128, 3, raster_group_m=2, num_sms=2)),
         ("plain int8 channel f16", DgradConfig(64, 64, 4, num_sms=2)),
+        ("plain e4m3 block", PAIRS),
     ],
 )
 def test_body_in_threads_of_the_forward_product(monkeypatch, kind, config):
@@ -190,13 +238,27 @@ def test_body_in_threads_of_the_forward_product(monkeypatch, kind, config):
     run_body(monkeypatch, make_widened(kind, sizes, n=192, k=192, block_m=config.block_m), config)
 
 
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_matrices_are_stored_where_wgmma_reads_them(pieces, monkeypatch):
+    """The row of 8 columns that each thread names, in tiles of 8 x 64 whose chunks of 8 columns are swizzled."""
+    monkeypatch.setattr(stmatrix_sm90, "_asm", operands.run_ptx)
+    thread, pair = np.arange(128, dtype=np.uint32)[:, None], np.arange(4)
+    found = stmatrix_sm90.row_offset(thread, pieces) ^ np.array([stmatrix_sm90.pair_bits(each) for each in range(4)])
+    matrix = thread // 8 % 4
+    row = thread // 32 * 16 + matrix % 2 * 8 + thread % 8
+    chunk = pair * 2 + matrix // 2
+    np.testing.assert_array_equal(found, row // 8 * pieces * 1024 + row % 8 * 128 + (chunk ^ row % 8) * 16)
+
+
 def run_body(monkeypatch, problem, config, activation=None):
     """The kernel's body on a problem, and what it must give."""
     (dy, w, tile_expert, num_tiles), kwargs = problem.args, problem.kwargs
     contracts_k = problem.op is grouped_gemm_widened
-    desc = dgrad.describe_dgrad(len(dy), w, activation, has_tile_rows=True, contracts_k=contracts_k)
+    given = dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=None) | kwargs
+    has_tile_rows = given["tile_rows"] is not None
+    desc = dgrad.describe_dgrad(len(dy), w, activation, has_tile_rows=has_tile_rows, contracts_k=contracts_k)
     assert config_error(desc, config) is None
-    given = flattened(w) | dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles.reshape(1), **kwargs)
+    given |= flattened(w) | tile_table(desc, config, given)
     stand_ins = warpgroups.stand_ins()
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(kernel, name, stand_in)
@@ -208,6 +270,7 @@ def run_body(monkeypatch, problem, config, activation=None):
         return unpacked(fmt, words.array, width, rows, *(None if v is None else v.array for v in vectors))
 
     monkeypatch.setattr(kernel, "load_block", load_block)
+    monkeypatch.setattr(kernel, "store_matrices", store_matrices)
     outputs = [np.full((desc.rows, desc.projections * desc.width), np.nan, desc.dtype)]
     if activation is not None:
         outputs.append(np.full((-(-desc.k // config.block_n), desc.rows), np.nan, np.float32))
@@ -218,16 +281,92 @@ def run_body(monkeypatch, problem, config, activation=None):
         return dict(
             {name: warpgroups.Memory(np.zeros(shape, dtype)) for name, (shape, dtype) in shapes.items()},
             full=warpgroups.Barriers(config.num_stages, copies),
-            ready=warpgroups.Barriers(2),
-            drained=warpgroups.Barriers(2, config.num_consumers),
+            ready=warpgroups.Barriers(MATRICES),
+            drained=warpgroups.Barriers(MATRICES, config.num_consumers),
             **({} if activation is None else dict(before_full=warpgroups.Barriers(config.num_consumers, 2))),
         )
 
-    refs = [warpgroups.Memory(np.asarray(given[name])) for name in desc.operand_names]
+    refs = [warpgroups.Memory(np.asarray(given[name])) for name in operand_names(desc, config)]
     refs += [warpgroups.Memory(output) for output in outputs]
     body = functools.partial(kernel._kernel, desc, config, *refs)
     warpgroups.run(body, config.num_sms, config.num_consumers + 1, scratch)
+    # Of 64 rows without one in use nothing is written, but where whole tiles are computed.
+    unit = 64 if has_tile_rows else config.block_m
+    is_left = np.repeat(~(problem.row_expert >= 0).reshape(-1, unit).any(1), unit)
+    if config.num_consumers > 1:
+        assert np.isnan(outputs[0][is_left].astype(np.float32)).all()
+        assert activation is None or np.isnan(outputs[1][:, is_left]).all()
     problem.assert_close(outputs[0] if activation is None else (outputs[0], outputs[1].sum(axis=0)))
+
+
+def pairs_by_loop(tile_expert, num_tiles, tile_rows, block_m):
+    """(first tile, expert, rows up to the last one in use) of each pair, one tile after the other."""
+    found, tile = [], 0
+    while tile < num_tiles:
+        expert = tile_expert[tile]
+        start = tile
+        while tile < num_tiles and tile_expert[tile] == expert:
+            tile += 1
+        for first in range(start, tile, 2):
+            rows = 0
+            for place, one in enumerate(range(first, min(first + 2, tile))):
+                own = block_m if tile_rows is None else tile_rows[one]
+                rows = place * block_m + own if own else rows
+            found.append((first, expert, rows))
+    return found
+
+
+@pytest.mark.parametrize("has_tile_rows", [False, True])
+@pytest.mark.parametrize("spare", [0, 1, 40])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        *ROUTINGS.values(),
+        [257, 256, 255, 384, 385, 0, 1],
+        [128] * 9,
+        [0, 1000],
+        [129, 0, 0, 500],
+        list(np.random.default_rng(0).integers(0, 700, 60)),
+    ],
+    ids=str,
+)
+def test_pairs(sizes, spare, has_tile_rows):
+    """Beside a loop; in tables without a tile to spare the last pair ends at the last tile, or has one tile."""
+    tile_expert, tile_rows, _ = tiles_of(sizes, 128, spare)
+    if not len(tile_expert):
+        return
+    count, rows = len(tile_expert) - spare, tile_rows if has_tile_rows else None
+    expected = pairs_by_loop(tile_expert, count, rows, 128)
+    given = None if rows is None else jnp.asarray(rows)
+    found = tile_pairs(jnp.asarray(tile_expert), jnp.full((1,), count, jnp.int32), given, 128, len(sizes))
+    assert {leaf.dtype for leaf in found.values()} == {jnp.dtype("int32")}
+    names = ("first_tile", "tile_expert", "tile_rows")
+    assert {len(found[name]) for name in names} == {max_pairs(len(tile_expert), len(sizes))}
+    number = int(found["num_tiles"][0])
+    table = zip(*(np.asarray(found[name])[:number].tolist() for name in names), strict=True)
+    assert list(table) == expected
+
+
+def test_pairs_of_an_expert_in_two_places():
+    """And of tiles whose rows in use do not fill the first of a pair."""
+    experts, rows = jnp.asarray([1, 0, 1, 1, 1, 0], jnp.int32), jnp.asarray([5, 128, 70, 128, 0, 9], jnp.int32)
+    found = tile_pairs(experts, jnp.int32(5), rows, 128, 4)
+    assert int(found["num_tiles"][0]) == 4
+    assert found["first_tile"][:4].tolist() == [0, 1, 2, 4]
+    assert found["tile_expert"][:4].tolist() == [1, 0, 1, 1]
+    assert found["tile_rows"][:4].tolist() == [5, 128, 256, 0]
+
+
+def test_the_calls_of_a_backward_pass_share_the_pairs():
+    """XLA merges the equal tables of both products: five reductions, not ten."""
+    tiles = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((384,), (1,), (384,))]
+
+    def both(expert, count, rows):
+        one, other = (tile_pairs(expert, count, rows, 128, 128) for _ in range(2))
+        return jax.tree.map(lambda a, b: a * b, one, other)
+
+    text = str(jax.jit(both).lower(*tiles).compile().as_text())
+    assert len(re.findall(r"s32\[\d+\].* reduce\(", text)) <= 5, text
 
 
 def test_wrong_calls():
@@ -272,6 +411,9 @@ DESC = DgradDesc(rows=4096, n=2048, k=768, num_experts=4, groups=6, fmt=PackedFo
         (dict(activation=Activation("gelu")), {}, "erf"),
         ({}, dict(block_m=192), "block_m=192"),
         ({}, dict(block_n=96), "block_n=96"),
+        ({}, dict(neighbours=3), "neighbours=3"),
+        ({}, dict(neighbours=2), "pairs of tiles of 128 x 256: of 128 x 128 alone"),
+        (dict(rows=128), dict(neighbours=2, block_n=128), "dy has 128 rows"),
         ({}, dict(block_n=192), "groups of 128"),
         ({}, dict(num_stages=2), "num_stages=2"),
         (dict(n=64), dict(num_stages=4), "the 1 steps of N"),
@@ -287,14 +429,20 @@ def test_refusals(desc, config, reason):
     assert reason in str(config_error(dataclasses.replace(DESC, **desc), chosen))
 
 
-def test_the_widest_tile_that_fits_is_chosen():
-    """With the copies of an activation's arguments there is room for one stage less."""
-    found = [
-        choose_config(dataclasses.replace(DESC, activation=activation, scale_dtype="bfloat16"), 128, 132)
-        for activation in (None, SILU)
-    ]
-    assert [(config.block_n, config.num_stages) for config in found] == [(256, 5), (256, 4)]
-    assert shared_arrays(DESC, found[0])["matrix"] == ((2, 64, 256), "bfloat16")
+@pytest.mark.parametrize(
+    ("rows", "block_m", "neighbours", "block_n", "stages"),
+    [(192, 128, 2, 128, (4, 3)), (191, 128, 1, 256, (5, 4)), (192, 64, 1, 256, (6, 6))],
+)
+def test_the_form_that_multiplies_numbers_most_often_is_chosen(rows, block_m, neighbours, block_n, stages):
+    """Pairs of tiles of 128 rows from 192 rows of an expert on, else the widest tile. With the copies of an
+    activation's arguments there is room for fewer stages.
+    """
+    desc = dataclasses.replace(DESC, rows=row_capacity(rows * 128, 128, block_m), num_experts=128)
+    for activation, num_stages in zip((None, SILU), stages, strict=True):
+        found = choose_config(dataclasses.replace(desc, activation=activation, scale_dtype="bfloat16"), block_m, 132)
+        assert (found.neighbours, found.block_n, found.num_stages) == (neighbours, block_n, num_stages)
+        assert shared_arrays(desc, found)["matrix"] == ((2, 64, block_n), "bfloat16")
+        assert describe(desc, found).startswith("2 x 128 x 128 tiles" if neighbours == 2 else f"{block_m} x 256 tiles")
 
 
 @pytest.mark.parametrize("kind", [*USED[::4], *PLAIN_KINDS])

@@ -42,7 +42,14 @@ from pallas_kernels.quantize_and_permute import api as permute_api
 from pallas_kernels.quantize_and_permute import kernel_sm90 as permute_kernel
 from pallas_kernels.quantize_and_permute.kernel_sm90 import quantize_and_permute_sm90
 from pallas_kernels.rotate_and_store import RotateConfig, rotate_and_store
-from tests.support.kernels.dgrad_problem import PullProblem, make_plain_pull, make_pull, make_widened, unpacked
+from tests.support.kernels.dgrad_problem import (
+    PullProblem,
+    make_plain_pull,
+    make_pull,
+    make_widened,
+    store_matrices,
+    unpacked,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
@@ -246,7 +253,7 @@ def contracting(config: WgradConfig, out_dtype: str) -> tuple[Any, Any]:
 
 def pulling(kind: str, config: DgradConfig, activation: Activation | None = None) -> tuple[Any, Any]:
     """Gradients of rows: tiles with an empty half, rows in no use NaN. (It knows no stores under a predicate.)"""
-    dgrad_kernel.load_block = unpacked
+    dgrad_kernel.load_block, dgrad_kernel.store_matrices = unpacked, store_matrices
     dgrad_kernel.accumulator_math_sm90.sigmoid = jax.lax.logistic
     sizes = [3, 0, 70, 129] if config.block_m == 128 else [3, 70]
     return _both(make_pull(kind, sizes, n=192, k=256, block_m=config.block_m, activation=activation), config)
@@ -415,6 +422,8 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2, 2), "float32"),
     "dgrad": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 4, 2, 3)),
     "dgrad, zero points": functools.partial(pulling, "int4 g128 asym", DgradConfig(128, 128, 3, 16, 2)),
+    "dgrad, pairs": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 3, 2, 3, neighbours=2)),
+    "dgrad, pairs, silu": functools.partial(pulling, "int4 g128 asym", DgradConfig(128, 128, 3, 2, 1, 2), SILU),
     "dgrad, one consumer": functools.partial(pulling, "int4 channel", DgradConfig(64, 64, 5, 16, 2)),
     "dgrad, silu": functools.partial(pulling, "int4 g64", DgradConfig(128, 128, 3, 16, 2), SILU),
     "dgrad, gelu, one consumer": functools.partial(

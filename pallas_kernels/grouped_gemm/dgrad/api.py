@@ -13,6 +13,7 @@ from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.grouped_gemm.api import check_before, check_tiles
 from pallas_kernels.grouped_gemm.dgrad.config import DgradConfig, DgradDesc, choose_config, config_error
+from pallas_kernels.grouped_gemm.dgrad.pairs import tile_pairs
 from pallas_kernels.grouped_gemm.dgrad.plain import PlainWeights
 from pallas_kernels.grouped_gemm.dgrad.reference import grouped_dgrad_ref
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
@@ -173,4 +174,13 @@ def _run_hopper(desc: DgradDesc, config: DgradConfig | None, w: QuantizedWeights
 
     from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90  # here: importing it loads Pallas
 
-    return grouped_dgrad_sm90(desc, chosen)({**given, "num_tiles": given["num_tiles"].reshape(1), **flattened(w)})
+    return grouped_dgrad_sm90(desc, chosen)({**given, **flattened(w), **tile_table(desc, chosen, given)})
+
+
+def tile_table(desc: DgradDesc, config: DgradConfig, given: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """The operands of the kernel that say which rows a CTA takes, by name; given: those of the call."""
+    if config.neighbours > 1:
+        experts, count, rows = (given[name] for name in ("tile_expert", "num_tiles", "tile_rows"))
+        with jax.named_scope("tile_pairs"):
+            return tile_pairs(experts, count, rows, config.block_m, desc.num_experts)
+    return dict(num_tiles=given["num_tiles"].reshape(1))

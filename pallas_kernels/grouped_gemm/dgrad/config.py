@@ -11,6 +11,8 @@ from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 UNIT = 64  # elements of 16 bits in the widest swizzle; rows of one warpgroup; columns of one store
 MAX_STAGES = 6
 MATRICES = 2  # dequantized steps in shared memory
+PAIR_COLUMNS = 128  # of a tile of two neighbours: two accumulators of 64 x 128 take the registers of one of 64 x 256
+FULL_PAIR = 192  # mean rows of an expert from which pairs of tiles of 128 rows are filled well enough
 COPIES_OF_SCALE = 32  # of a block of plain weights, side by side: the 128 bytes that TMA copies of boxes start at
 REDUCTION_BYTES = 16  # for sums over warps, of which there are none
 # (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
@@ -97,22 +99,6 @@ class DgradDesc:
         is_wide = self.has_channel_scale or (self.has_groups and self.scale_dtype == "float32")
         return is_wide and self.dtype == "bfloat16" and not self.is_plain
 
-    @property
-    def operand_names(self) -> list[str]:
-        """Names of the arrays the kernel takes, in order; B = E * N / 64 counts blocks of channels.
-
-        dy (rows, depth); w (B, K / 64, *block_shape) i32, plain (E * N, K); tile_expert (rows / block_m,) i32;
-        num_tiles (1,) i32; scale, zero (B, groups, 64), of plain weights scale (B, groups, COPIES_OF_SCALE);
-        channel_scale (B, 64) f32; tile_rows (rows / block_m,) i32; before (rows, G * K); row_weights (rows,) f32.
-        """
-        names = ["dy", "w", "tile_expert", "num_tiles"]
-        names += ["scale"] if self.has_groups else []
-        names += ["zero"] if self.fmt.has_zero_point else []
-        names += ["channel_scale"] if self.has_channel_scale else []
-        names += ["tile_rows"] if self.has_tile_rows else []
-        names += ["before", "row_weights"] if self.activation is not None else []
-        return names
-
     def unsupported(self) -> str | None:
         """Why no configuration of the Hopper kernel can run this, or None."""
         fmt, group = self.fmt, self.fmt.group_size
@@ -137,12 +123,13 @@ class DgradConfig:
     """One way to run a ``DgradDesc`` on sm_90.
 
     Args:
-        block_m: rows of a tile, 64 for each warpgroup that multiplies; 64 or 128.
-        block_n: output columns of a tile.
+        block_m: rows of a tile of the call, 64 for each warpgroup that multiplies; 64 or 128.
+        block_n: output columns of a CTA's tile.
         num_stages: slots of the ring of copies, each 64 columns of dy and the weights that they multiply. Copies are
             made num_stages - MATRICES steps ahead.
-        raster_group_m: row tiles walked together, so that CTAs running at the same time share operands in L2.
+        raster_group_m: CTAs' tiles of rows walked together, so that CTAs running at the same time share operands in L2.
         num_sms: persistent CTAs, one per SM.
+        neighbours: tiles of one expert in a CTA's tile; 2 multiplies each converted number with up to 2 x block_m rows.
     """
 
     block_m: int
@@ -150,6 +137,12 @@ class DgradConfig:
     num_stages: int
     raster_group_m: int = 16
     num_sms: int = 132
+    neighbours: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of a CTA's tile."""
+        return self.block_m * self.neighbours
 
     @property
     def num_consumers(self) -> int:
@@ -164,6 +157,25 @@ class DgradConfig:
     def registers(self) -> tuple[int, int] | None:
         """Of a thread, (consumers, converter)."""
         return _REGISTERS[self.num_consumers]
+
+
+def operand_names(desc: DgradDesc, config: DgradConfig) -> list[str]:
+    """Names of the arrays the kernel takes, in order; B = E * N / 64 counts blocks of channels.
+
+    dy (rows, depth); w (B, K / 64, *block_shape) i32, plain (E * N, K); tile_expert (tiles,) i32; num_tiles (1,) i32;
+    scale, zero (B, groups, 64), of plain weights scale (B, groups, COPIES_OF_SCALE); channel_scale (B, 64) f32;
+    tile_rows (tiles,) i32; first_tile (tiles,) i32; before (rows, G * K); row_weights (rows,) f32. With pairs of
+    neighbours these tiles are ``pairs.tile_pairs``.
+    """
+    is_paired = config.neighbours > 1
+    names = ["dy", "w", "tile_expert", "num_tiles"]
+    names += ["scale"] if desc.has_groups else []
+    names += ["zero"] if desc.fmt.has_zero_point else []
+    names += ["channel_scale"] if desc.has_channel_scale else []
+    names += ["tile_rows"] if desc.has_tile_rows or is_paired else []
+    names += ["first_tile"] if is_paired else []
+    names += ["before", "row_weights"] if desc.activation is not None else []
+    return names
 
 
 def tile_groups(desc: DgradDesc, config: DgradConfig) -> int:
@@ -185,7 +197,7 @@ def shared_arrays(desc: DgradDesc, config: DgradConfig) -> dict[str, SharedArray
     beside = (stages, groups, COPIES_OF_SCALE if desc.is_plain else BLOCK_N)
     w = step if desc.is_plain else (config.pieces, *desc.fmt.block_shape)
     arrays: dict[str, SharedArray] = dict(
-        dy=((stages, config.block_m, BLOCK_N), desc.dtype),
+        dy=((stages, config.rows, BLOCK_N), desc.dtype),
         w=((stages, *w), desc.stored_dtype),
         matrix=((MATRICES, *step), desc.dtype),
         staging=((consumers, max(2, desc.projections), UNIT, UNIT), desc.dtype),
@@ -209,6 +221,12 @@ def config_error(desc: DgradDesc, config: DgradConfig) -> str | None:
         return f"block_m={config.block_m} of {desc.rows} rows: one or two warpgroups of 64 rows, in whole tiles"
     if config.block_n % UNIT or not UNIT <= config.block_n <= 256:
         return f"block_n={config.block_n}: a multiple of {UNIT}, at most 256"
+    if config.neighbours not in (1, 2):
+        return f"neighbours={config.neighbours}: tiles alone or in pairs"
+    if config.neighbours == 2 and (config.block_m, config.block_n) != (128, PAIR_COLUMNS):
+        return f"pairs of tiles of {config.block_m} x {config.block_n}: of 128 x {PAIR_COLUMNS} alone"
+    if desc.rows < config.rows:
+        return f"pairs of tiles of {config.block_m} rows: dy has {desc.rows} rows"
     group = desc.fmt.group_size
     if (desc.has_groups or desc.fmt.has_zero_point) and group and desc.groups > 1 and not desc.contracts_k:
         if config.block_n % group and group % config.block_n:
@@ -226,15 +244,22 @@ def config_error(desc: DgradDesc, config: DgradConfig) -> str | None:
 
 def candidates(desc: DgradDesc, block_m: int, num_sms: int) -> list[DgradConfig]:
     """Configurations that can run ``desc`` in tiles of ``block_m`` rows, preferred ones first, each with the most
-    stages. Wide ones first: each dequantized number is then multiplied as often, and rows are read less often.
+    stages. Each dequantized number should be multiplied often, so pairs of tiles are first where experts fill them,
+    then wide tiles, which read rows less often, too.
     """
     found = []
-    for block_n in (256, 192, 128, 64):
+    for neighbours, block_n in ((2, PAIR_COLUMNS), (1, 256), (1, 192), (1, 128), (1, 64)):
         if block_n > UNIT and block_n >= desc.width + UNIT:  # wider than the output
             continue
-        rings = (DgradConfig(block_m, block_n, stages, num_sms=num_sms) for stages in range(MAX_STAGES, MATRICES, -1))
+        rings = (
+            DgradConfig(block_m, block_n, stages, num_sms=num_sms, neighbours=neighbours)
+            for stages in range(MAX_STAGES, MATRICES, -1)
+        )
         deepest = next((config for config in rings if config_error(desc, config) is None), None)
         found += [] if deepest is None else [deepest]
+    # Each expert pads by less than a tile, so at least so many rows are in use where Mp is ``row_capacity``.
+    if desc.rows - desc.num_experts * (block_m - 1) < FULL_PAIR * desc.num_experts:
+        found.sort(key=lambda config: config.neighbours)
     return found
 
 
@@ -249,8 +274,8 @@ def choose_config(desc: DgradDesc, block_m: int, num_sms: int) -> DgradConfig:
 
 def describe(desc: DgradDesc, config: DgradConfig) -> str:
     """One line for ``explain``."""
-    element = jnp.dtype(desc.dtype).name
+    element, pairs = jnp.dtype(desc.dtype).name, f"{config.neighbours} x " if config.neighbours > 1 else ""
     return (
-        f"{config.block_m} x {config.block_n} tiles, {desc.fmt.element} weights to {element} in shared memory, "
+        f"{pairs}{config.block_m} x {config.block_n} tiles, {desc.fmt.element} weights to {element} in shared memory, "
         f"{config.num_stages} stages, {config.num_sms} persistent CTAs"
     )

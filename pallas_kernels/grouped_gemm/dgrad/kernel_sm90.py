@@ -4,9 +4,9 @@ One persistent CTA per SM; tile after tile of (rows of one expert, columns of th
 
     converter (1 warpgroup)    for each 64 channels: wait drained[place], full[slot] -> operands by bit moves, times
                                scales, rounded once -> matrix[place], as wgmma reads it -> ready[place]
-                               TMA copies, num_stages - MATRICES steps ahead: block_m x 64 of dy, the words of
+                               TMA copies, num_stages - MATRICES steps ahead: the tile's rows x 64 of dy, the words of
                                64 x block_n weights and their scales -> full[slot]
-    consumers (1 or 2)         64 rows of the tile each
+    consumers (1 or 2)         64 rows of the tile each, or 64 of either of two neighbours
         main loop                  wait full[slot], ready[place] -> wgmma dy[slot] matrix[place] -> drained[place]
         epilogue                   staged TMA stores; with an activation its derivative comes first, see below
 
@@ -17,6 +17,11 @@ registers: too few for accumulators of 64 x 256.
 Plain weights are bytes as they are stored, a box of 64 channels by block_n columns for a step. From them the forward
 product can be computed as well (``contracts_k``): a step is then a box of block_n channels by 64 columns, and wgmma
 reads its tile with the contracted dimension contiguous.
+
+A CTA's tile is one of the call, or two neighbours of one expert (``neighbours``): each converted number is then
+multiplied with twice the rows, and a consumer has two accumulators of 64 x 128 in the registers of one of 64 x 256. A
+pair without a second tile has rows of another expert, or zeros past the array, behind its own: they are copied, and
+neither multiplied nor stored.
 
 A register operand of wgmma has the contracted dimension along the words of a thread, and packed words lie along the
 other one. So these weights pass through shared memory, where wgmma reads 16 bits transposed. One warpgroup converts
@@ -46,21 +51,26 @@ from pallas_kernels.grouped_gemm.dgrad.config import (
     UNIT,
     DgradConfig,
     DgradDesc,
+    operand_names,
     shared_arrays,
     tile_groups,
 )
 from pallas_kernels.grouped_gemm.dgrad.plain_sm90 import dequantize
+from pallas_kernels.grouped_gemm.dgrad.stmatrix_sm90 import store_matrices
 from pallas_kernels.grouped_gemm.epilogue_pull_sm90 import pulled
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile, tile_index, tiles_of_cta
 
+# Pieces of a step that are converted before they are stored: no load moves in front of a store, and one piece hides
+# what the other waits for. More would need registers.
+_AT_ONCE = 2
 _TILED = ("dy", "matrix", "staging", "before")  # as wgmma and TMA copies with a swizzle read them
 
 
 def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mapping[str, jax.Array]], Any]:
-    """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
+    """The kernel for ``desc``, a function of the operands by name (``operand_names``).
 
     config must pass ``config_error``. Returns (rows, width); with an activation (rows, G * K) and the sums over each
     tile's columns, (column tiles, rows) float32. Rows that are in no use are not written.
@@ -92,7 +102,14 @@ def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mappin
         # Sums along rows stay inside warps: what Mosaic sets aside for others is a stage of the ring.
         compiler_params=mosaic.compiler_params(reduction_scratch_bytes=REDUCTION_BYTES),
     )
-    return lambda operands: call(*(operands[name] for name in desc.operand_names))
+    return lambda operands: call(*(operands[name] for name in operand_names(desc, config)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile(Tile):
+    """A CTA's tile, whose ``row`` is the first of its neighbours. index: among the tiles of the kernel's table."""
+
+    index: Scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +138,7 @@ class _Cta:
 
 def _kernel(desc: DgradDesc, config: DgradConfig, /, *refs: TileRef, **scratch: TileRef) -> None:
     mosaic.begin()
-    names, steps = desc.operand_names, desc.depth // BLOCK_N
+    names, steps = operand_names(desc, config), desc.depth // BLOCK_N
     operands = dict(zip(names, refs, strict=False))
     row_tiles, column_tiles = operands["num_tiles"][0], -(-desc.width // config.block_n)
     # Read on the device: LLVM would unroll short loops.
@@ -130,10 +147,11 @@ def _kernel(desc: DgradDesc, config: DgradConfig, /, *refs: TileRef, **scratch: 
     cta = _Cta(desc, config, operands, refs[len(names) :], scratch, warpgroup, hidden)
     num_tiles = tiles_of_cta(index, row_tiles * column_tiles, config.num_sms)
 
-    def tile(t: Scalar) -> Tile:
+    def tile(t: Scalar) -> _Tile:
         linear = index + t * config.num_sms
         m, n = tile_index(linear, row_tiles, column_tiles, config.raster_group_m)
-        return Tile(m, n, operands["tile_expert"][m], t * hidden)
+        row = operands["first_tile"][m] if config.neighbours > 1 else m
+        return _Tile(row, n, operands["tile_expert"][m], t * hidden, m)
 
     @pl.when(warpgroup == consumers)
     def _():
@@ -157,7 +175,7 @@ def _kernel(desc: DgradDesc, config: DgradConfig, /, *refs: TileRef, **scratch: 
 # -- the converter ----------------------------------------------------------------------------------------------------
 
 
-def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], Tile]) -> None:
+def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], _Tile]) -> None:
     scratch, ahead = cta.scratch, cta.config.num_stages - MATRICES
 
     @pl.when(num_tiles > 0)
@@ -187,9 +205,15 @@ def _convert(cta: _Cta, num_tiles: Scalar, tile: Callable[[Scalar], Tile]) -> No
                 _load(cta, Tile(row, column, expert, this.first_step), own, step + ahead)
 
             plgpu.barrier_wait(scratch["full"].at[slot])
-            for piece in range(cta.config.pieces):
-                value = (_widened if cta.desc.is_plain else _dequantized)(cta, slot, piece)
-                scratch["matrix"].at[(place, *_part(cta.desc, piece))][...] = value
+            matrix = scratch["matrix"].at[place]
+            convert = _widened if cta.desc.is_plain else _dequantized
+            for first in range(0, cta.config.pieces, _AT_ONCE):
+                pieces = range(first, min(first + _AT_ONCE, cta.config.pieces))
+                for piece, value in [(piece, convert(cta, slot, piece)) for piece in pieces]:
+                    if cta.desc.is_plain:
+                        matrix.at[_part(cta.desc, piece)][...] = value
+                    else:
+                        store_matrices(matrix, piece, value)
             plgpu.commit_smem()  # the numbers for wgmma; and every warp has read the words
             plgpu.barrier_arrive(scratch["ready"].at[place])
             return step + 1
@@ -212,7 +236,7 @@ def _load(cta: _Cta, tile: Tile, k: Scalar, step: Scalar) -> None:
     """Issue the copies of K step k of ``tile``, which is ``step`` of all."""
     desc, config, operands, scratch, slot = cta.desc, cta.config, cta.operands, cta.scratch, cta.slot(step)
     full, first = scratch["full"].at[slot], tile.expert * (desc.n // BLOCK_N)
-    rows = pl.ds(tile.row * config.block_m, config.block_m)
+    rows = pl.ds(tile.row * config.block_m, config.rows)
     plgpu.copy_gmem_to_smem(operands["dy"].at[rows, pl.ds(k * BLOCK_N, BLOCK_N)], scratch["dy"].at[slot], full)
     if desc.contracts_k:
         # Channels past this expert's N are those of the next one: columns that are not stored.
@@ -292,46 +316,53 @@ def _dequantized(cta: _Cta, slot: Scalar, piece: int) -> Value:
 # -- the consumers ----------------------------------------------------------------------------------------------------
 
 
-def _consume(cta: _Cta, tile: Tile) -> None:
-    def compute():
+def _consume(cta: _Cta, tile: _Tile) -> None:
+    def compute(units: int) -> None:
         if cta.desc.activation is not None:
             _load_before(cta, tile, 0)
         with jax.named_scope("main_loop"):
-            sums = _multiply(cta, tile)
+            sums = _multiply(cta, tile, units)
         with jax.named_scope("epilogue"):
             (_store if cta.desc.activation is None else _store_pulled)(cta, tile, sums)
 
-    if cta.desc.has_tile_rows and cta.config.num_consumers > 1:
-        # The second half of an expert's last tile is often empty: leave the tensor core to the first.
-        in_use = cta.operands["tile_rows"][tile.row] - cta.warpgroup * UNIT
-        pl.when(in_use > 0)(compute)
-        pl.when(in_use <= 0)(lambda: _skip(cta, tile))
-    else:
-        compute()
+    neighbours, block_m = cta.config.neighbours, cta.config.block_m
+    if "tile_rows" not in cta.operands or neighbours * cta.config.num_consumers == 1:
+        compute(1)
+        return
+    # The second half of an expert's last tile is often empty: leave the tensor core to the first.
+    in_use = cta.operands["tile_rows"][tile.index] - cta.warpgroup * UNIT
+    pl.when(in_use <= 0)(lambda: _skip(cta, tile))
+    for units in range(1, neighbours + 1):
+        is_so_many = in_use > (units - 1) * block_m
+        if units < neighbours:
+            is_so_many &= in_use <= units * block_m
+        pl.when(is_so_many)(functools.partial(compute, units))
 
 
-def _multiply(cta: _Cta, tile: Tile) -> Value:
-    """(64, block_n) float32 over the contracted dimension."""
-    scratch, rows = cta.scratch, pl.ds(cta.warpgroup * UNIT, UNIT)
+def _multiply(cta: _Cta, tile: Tile, units: int) -> list[Value]:
+    """(64, block_n) float32 over the contracted dimension, of this warpgroup's rows of so many neighbours."""
+    scratch, config = cta.scratch, cta.config
 
     def matrix(place):
         ref = scratch["matrix"].at[place]
         return ref.transpose((1, 0)) if cta.desc.contracts_k else ref
 
-    def scope(accumulator):
+    def scope(*accumulators):
         def one_step(k, step):
             slot, place = cta.slot(step), cta.place(step)
             plgpu.barrier_wait(scratch["full"].at[slot])
             plgpu.barrier_wait(scratch["ready"].at[place])
-            plgpu.wgmma(accumulator, scratch["dy"].at[slot, rows], matrix(place))
+            for unit, accumulator in enumerate(accumulators):
+                rows = pl.ds(unit * config.block_m + cta.warpgroup * UNIT, UNIT)
+                plgpu.wgmma(accumulator, scratch["dy"].at[slot, rows], matrix(place))
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(scratch["drained"].at[place])
             return step + 1
 
         lax.fori_loop(0, cta.steps, one_step, tile.first_step)
-        return accumulator[...]
+        return [accumulator[...] for accumulator in accumulators]
 
-    return pl.run_scoped(scope, mosaic.Accumulator((UNIT, cta.config.block_n), jnp.float32))
+    return pl.run_scoped(scope, *[mosaic.Accumulator((UNIT, config.block_n), jnp.float32)] * units)
 
 
 def _skip(cta: _Cta, tile: Tile) -> None:
@@ -348,21 +379,25 @@ def _skip(cta: _Cta, tile: Tile) -> None:
     lax.fori_loop(0, cta.steps, one_step, tile.first_step)
 
 
-def _first_row(cta: _Cta, tile: Tile) -> Scalar:
-    return tile.row * cta.config.block_m + cta.warpgroup * UNIT
+def _rows(cta: _Cta, tile: Tile, unit: int) -> Any:
+    """This warpgroup's 64 rows of one of the neighbours."""
+    return pl.ds((tile.row + unit) * cta.config.block_m + cta.warpgroup * UNIT, UNIT)
 
 
-def _store(cta: _Cta, tile: Tile, sums: Value) -> None:
+def _store(cta: _Cta, tile: Tile, sums: list[Value]) -> None:
     """Write this warpgroup's (64, block_n) of the output. Columns past its width are not stored."""
     desc, config, staging = cta.desc, cta.config, cta.scratch["staging"].at[cta.warpgroup]
-    rows, slots = pl.ds(_first_row(cta, tile), UNIT), 2
-    for piece in range(config.pieces):
-        slot, column = piece % slots, tile.column * config.block_n + piece * UNIT
-        plgpu.wait_smem_to_gmem(stores_under_way(piece, config.pieces, slots), wait_read_only=True)
-        staging[slot] = _piece(cta, sums, piece).astype(desc.dtype)
+    count, slots = len(sums) * config.pieces, 2
+    for index in range(count):
+        unit, piece = divmod(index, config.pieces)
+        # One neighbour or two leave the same slot behind as the last: of pairs the pieces are even in number.
+        slot, column = index % slots, tile.column * config.block_n + piece * UNIT
+        plgpu.wait_smem_to_gmem(stores_under_way(index, count, slots), wait_read_only=True)
+        staging[slot] = _piece(cta, sums[unit], piece).astype(desc.dtype)
         plgpu.commit_smem()
         inside = mosaic.column_predicate(desc.width, config.block_n, column)
-        plgpu.copy_smem_to_gmem(staging.at[slot], cta.outputs[0].at[rows, pl.ds(column, UNIT)], predicate=inside)
+        target = cta.outputs[0].at[_rows(cta, tile, unit), pl.ds(column, UNIT)]
+        plgpu.copy_smem_to_gmem(staging.at[slot], target, predicate=inside)
 
 
 def _piece(cta: _Cta, sums: Value, piece: int) -> Value:
@@ -370,9 +405,10 @@ def _piece(cta: _Cta, sums: Value, piece: int) -> Value:
     return own if cta.desc.unit == 1 else own * (1 / cta.desc.unit)
 
 
-def _load_before(cta: _Cta, tile: Tile, piece: int) -> None:
-    """Issue the copies of what the activation was given, for one piece of the columns."""
-    rows = pl.ds(_first_row(cta, tile), UNIT)
+def _load_before(cta: _Cta, tile: Tile, index: int) -> None:
+    """Issue the copies of what the activation was given, for a piece of the columns; index: over all units' pieces."""
+    unit, piece = divmod(index, cta.config.pieces)
+    rows = _rows(cta, tile, unit)
     for projection in range(cta.desc.projections):
         plgpu.copy_gmem_to_smem(
             cta.operands["before"].at[rows, _columns(cta, tile, piece, projection)],
@@ -390,32 +426,32 @@ def _columns(cta: _Cta, tile: Tile, piece: int, projection: int) -> Any:
     return pl.ds(block * UNIT, UNIT)
 
 
-def _store_pulled(cta: _Cta, tile: Tile, sums: Value) -> None:
+def _store_pulled(cta: _Cta, tile: Tile, sums: list[Value]) -> None:
     """Write the cotangent of what the activation was given, and the sum of hidden value times cotangent of each row."""
-    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    desc, config, scratch, own = cta.desc, cta.config, cta.scratch, cta.warpgroup
     assert desc.activation is not None
-    own, first = cta.warpgroup, _first_row(cta, tile)
-    rows = pl.ds(first, UNIT)
-    weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
-    total = None
-    for piece in range(config.pieces):
-        plgpu.barrier_wait(scratch["before_full"].at[own])
-        given = [
-            mosaic.load(scratch["before"].at[own, projection], layout=mosaic.WGMMA).astype(jnp.float32)
-            for projection in range(desc.projections)
-        ]
-        plgpu.commit_smem()  # every warp has read
-        if piece + 1 < config.pieces:
-            _load_before(cta, tile, piece + 1)
-        product = _piece(cta, sums, piece)
-        of_piece, _, bars = pulled(desc.activation, given, product, weights, accumulator_math_sm90.sigmoid)
-        total = of_piece if total is None else total + of_piece
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for projection, bar in enumerate(bars):
-            scratch["staging"][own, projection] = bar.astype(desc.dtype)
-        plgpu.commit_smem()
-        inside = mosaic.column_predicate(desc.k, config.block_n, tile.column * config.block_n + piece * UNIT)
-        for projection in range(desc.projections):
-            target = cta.outputs[0].at[rows, _columns(cta, tile, piece, projection)]
-            plgpu.copy_smem_to_gmem(scratch["staging"].at[own, projection], target, predicate=inside)
-    cta.outputs[1].at[tile.column, rows][...] = total
+    for unit, of_unit in enumerate(sums):
+        rows, total = _rows(cta, tile, unit), None
+        weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
+        for piece in range(config.pieces):
+            plgpu.barrier_wait(scratch["before_full"].at[own])
+            given = [
+                mosaic.load(scratch["before"].at[own, projection], layout=mosaic.WGMMA).astype(jnp.float32)
+                for projection in range(desc.projections)
+            ]
+            plgpu.commit_smem()  # every warp has read
+            following = unit * config.pieces + piece + 1
+            if following < len(sums) * config.pieces:
+                _load_before(cta, tile, following)
+            product = _piece(cta, of_unit, piece)
+            of_piece, _, bars = pulled(desc.activation, given, product, weights, accumulator_math_sm90.sigmoid)
+            total = of_piece if total is None else total + of_piece
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for projection, bar in enumerate(bars):
+                scratch["staging"][own, projection] = bar.astype(desc.dtype)
+            plgpu.commit_smem()
+            inside = mosaic.column_predicate(desc.k, config.block_n, tile.column * config.block_n + piece * UNIT)
+            for projection in range(desc.projections):
+                target = cta.outputs[0].at[rows, _columns(cta, tile, piece, projection)]
+                plgpu.copy_smem_to_gmem(scratch["staging"].at[own, projection], target, predicate=inside)
+        cta.outputs[1].at[tile.column, rows][...] = total

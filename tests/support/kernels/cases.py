@@ -16,10 +16,11 @@ from pallas_kernels.combine.config import choose_config as choose_combine_config
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
-from pallas_kernels.grouped_gemm.dgrad import DgradDesc
+from pallas_kernels.grouped_gemm.dgrad import DgradConfig, DgradDesc
 from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
-from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE
+from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE, operand_names
 from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
+from pallas_kernels.grouped_gemm.dgrad.pairs import max_pairs
 from pallas_kernels.grouped_gemm.heuristics import choose_config as choose_gemm_config
 from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
@@ -325,12 +326,13 @@ def dgrad_cases() -> Iterator[Case]:
         packed = dataclasses.replace(_PACKED_BASE, **options)
         if packed.fmt.is_8bit:
             continue
+        has_groups = packed.fmt.scale == "group" or packed.fmt.has_zero_point  # else scales lie in the blocks
         plain = DgradDesc(
             rows=packed.rows,
             n=packed.n,
             k=packed.k,
             num_experts=packed.num_experts,
-            groups=1 if packed.fmt.group_size is None else packed.k // packed.fmt.group_size,
+            groups=packed.k // packed.fmt.group_size if has_groups and packed.fmt.group_size else 1,
             fmt=packed.fmt,
             scale_dtype=packed.scale_dtype,
             has_channel_scale=packed.has_channel_scale,
@@ -341,11 +343,9 @@ def dgrad_cases() -> Iterator[Case]:
             if desc.unsupported() is not None:
                 continue
             for block_m in (64, 128):
-                found = dgrad_candidates(desc, block_m, H200_SMS)
-                for config in found if name == "int4 g128" else found[:1]:
+                for config in _dgrad_configs(desc, block_m, every=name == "int4 g128"):
                     before = "" if activation is None else f", before {activation.name}"
-                    named = f"grouped_dgrad {name}{before}, {config.block_m} x {config.block_n}"
-                    yield Case(named, *_dgrad_call(desc, config), "HGMMA")
+                    yield Case(f"grouped_dgrad {name}{before}, {_size(config)}", *_dgrad_call(desc, config), "HGMMA")
 
 
 def plain_dgrad_cases() -> Iterator[Case]:
@@ -367,15 +367,27 @@ def plain_dgrad_cases() -> Iterator[Case]:
         ):
             desc = dataclasses.replace(plain, **changes)
             for block_m in (64, 128):
-                found = dgrad_candidates(desc, block_m, H200_SMS)
-                for config in found if name in ("e4m3 blocks", "int8 channel") else found[:1]:
-                    named = f"grouped_dgrad plain {name}{form}, {config.block_m} x {config.block_n}"
+                for config in _dgrad_configs(desc, block_m, every=name in ("e4m3 blocks", "int8 channel")):
+                    named = f"grouped_dgrad plain {name}{form}, {_size(config)}"
                     yield Case(named, *_dgrad_call(desc, config), "HGMMA")
 
 
-def _dgrad_call(desc: DgradDesc, config: Any) -> tuple[Any, tuple[Shape, ...]]:
+def _dgrad_configs(desc: DgradDesc, block_m: int, *, every: bool) -> list[DgradConfig]:
+    """All of them, or the first of each form: tiles alone, and pairs."""
+    found = dgrad_candidates(desc, block_m, H200_SMS)
+    return found if every else list({config.neighbours: config for config in reversed(found)}.values())
+
+
+def _size(config: DgradConfig) -> str:
+    neighbours = f"{config.neighbours} x " if config.neighbours > 1 else ""
+    return f"{neighbours}{config.block_m} x {config.block_n}"
+
+
+def _dgrad_call(desc: DgradDesc, config: DgradConfig) -> tuple[Any, tuple[Shape, ...]]:
     """A call's function of its operands in their order, and their shapes."""
     blocks, tiles = desc.num_experts * desc.n // 64, (desc.rows // config.block_m,)
+    if config.neighbours > 1:
+        tiles = (max_pairs(*tiles, desc.num_experts),)
     words = (blocks, desc.k // desc.fmt.block_k, *desc.fmt.block_shape)
     shapes: dict[str, Shape] = dict(
         dy=((desc.rows, desc.depth), desc.dtype),
@@ -386,10 +398,11 @@ def _dgrad_call(desc: DgradDesc, config: Any) -> tuple[Any, tuple[Shape, ...]]:
         zero=((blocks, desc.groups, 64), desc.dtype),
         channel_scale=((blocks, 64), "float32"),
         tile_rows=(tiles, "int32"),
+        first_tile=(tiles, "int32"),
         before=((desc.rows, desc.projections * desc.k), desc.dtype),
         row_weights=((desc.rows,), "float32"),
     )
-    run, names = grouped_dgrad_sm90(desc, config), desc.operand_names
+    run, names = grouped_dgrad_sm90(desc, config), operand_names(desc, config)
     return lambda *arrays: run(dict(zip(names, arrays, strict=True))), tuple(shapes[name] for name in names)
 
 

@@ -217,6 +217,11 @@ def unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: An
     return (value.astype(fmt.operand),)
 
 
+def store_matrices(matrix: Any, piece: int, value: Any) -> None:
+    """In place of ``stmatrix_sm90.store_matrices``."""
+    matrix[:, 64 * piece : 64 * (piece + 1)] = value
+
+
 def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     return values.astype(np.float32).astype(dtype).astype(np.float64)
 
