@@ -1,6 +1,7 @@
 """The plugin around vLLM's layers: ranks, biases, reloads, what is left to vLLM, and what the entry point does."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -234,6 +235,32 @@ def test_reload_writes_where_graphs_read(name):
         assert (found13 - w13).norm() <= tolerance * w13.norm() and (found2 - w2).norm() <= tolerance * w2.norm()
 
 
+@pytest.mark.parametrize("name", ["ct_fp8_channel", "ct_w4a16_g128"])  # refused at the last tensor; at the end
+def test_a_refused_reload_leaves_the_layer_and_the_next_one_counts(name):
+    """vLLM alone takes the next reload for the rest of the refused one, and the kernels keep the first weights."""
+    from vllm.model_executor.model_loader import reload
+
+    form = FORMATS[name]
+    with vllm_without_gpu():
+        layer = make_layer(form.config, **SIZES)
+        reload.record_metadata_for_reloading(layer)
+        w13, w2, *_ = load(layer, form, torch.Generator().manual_seed(1))
+        method = layer.quant_method
+        method.process_weights_after_loading(layer)
+        held = dict(layer.named_parameters())
+        reload.initialize_layerwise_reload(layer)
+        damaged = dataclasses.replace(form, write=lambda *drawn: _with_scale(form.write(*drawn), float("nan")))
+        with pytest.raises(ValueError, match="has scale nan"):
+            load(layer, damaged, torch.Generator().manual_seed(2))
+            reload.finalize_layerwise_reload(layer, None)
+        assert {id(parameter) for parameter in held.values()} == {id(parameter) for parameter in layer.parameters()}
+        _assert_holds(method, w13, w2)
+        reload.initialize_layerwise_reload(layer)
+        w13, w2, *_ = load(layer, form, torch.Generator().manual_seed(3))
+        reload.finalize_layerwise_reload(layer, None)
+        _assert_holds(method, w13, w2)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_damaged_scales_are_left_to_vllm(bad, caplog, monkeypatch):
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -394,6 +421,17 @@ def _call(generator):
 def _assert_close(y, expected, form):
     error = (y - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < {16: 0.015, 8: 0.12}[form.activations], error
+
+
+def _assert_holds(method, w13, w2):
+    for found, expected in zip(weights_of(method.moe_jax.experts), (w13, w2), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-6, atol=0)
+
+
+def _with_scale(written, scale):
+    tensors, values = written
+    tensors["weight_scale"].view(-1)[0] = scale
+    return tensors, values
 
 
 def _leaves(experts):
