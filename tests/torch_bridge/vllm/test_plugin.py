@@ -261,6 +261,20 @@ def test_a_refused_reload_leaves_the_layer_and_the_next_one_counts(name):
         _assert_holds(method, w13, w2)
 
 
+@pytest.mark.parametrize("name", ["ct_w4a16_actorder", "gptq_actorder"])
+@pytest.mark.parametrize("bad", [4, -1])
+def test_groups_that_do_not_exist_are_left_to_vllm(name, bad):
+    """The kernels would read scales of another matrix, or beyond the layer's."""
+    form = FORMATS[name]
+    with vllm_without_gpu():
+        layer = make_layer(form.config, **SIZES)
+        load(layer, form, torch.Generator().manual_seed(1))
+        method = layer.quant_method
+        getattr(layer, f"w2_{method.moe_jax.form.leaves['weight_g_idx'].parameter}").data[2, 5] = bad
+        with pytest.raises(NotTakenError, match=f"w2_weight_g_idx: expert 2 has group {bad} at column 5"):
+            method.moe_jax.load(layer)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_damaged_scales_are_left_to_vllm(bad, caplog, monkeypatch):
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
