@@ -382,6 +382,69 @@ def test_runners_scale_once_and_add_shared_experts(options, monkeypatch):
     assert (y.float() - expected).norm() < 0.01 * expected.norm()
 
 
+@pytest.mark.parametrize("ranks", ["one", "tp", "ep"])
+def test_runners_have_zero_experts(ranks, monkeypatch):
+    """LongCat's layers in vLLM's runner: its router takes ids from E on out of what our kernels get. Shared experts and
+    the factor beside them, and ranks whose routed parts add up. Triton's sum of the zero experts has a stand-in here.
+    """
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers.fused_moe.router import zero_expert_router as module
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    def best(logits, bias, topk):
+        scores = torch.softmax(logits.float(), -1)
+        ids = (scores + bias.float()).topk(topk).indices
+        return scores.gather(1, ids), ids
+
+    def fused_topk_bias(*, gating_output, e_score_correction_bias, topk, indices_type, **_):
+        weights, ids = best(gating_output, e_score_correction_bias, topk)
+        return weights, ids.to(indices_type)
+
+    def zero_experts(*, expert_indices, expert_scales, num_experts, hidden_states, **_):
+        return hidden_states * torch.where(expert_indices >= num_experts, expert_scales, 0).sum(-1, keepdim=True)
+
+    computed_by_reference(monkeypatch)
+    monkeypatch.setattr(module, "fused_topk_bias", fused_topk_bias)
+    monkeypatch.setattr(module, "zero_experts_compute_triton", zero_experts)
+    monkeypatch.setattr(MoERunner, "_maybe_reduce_final_output", lambda runner, y, size: y)
+    count, factor, zeros, top_k = 1 if ranks == "one" else 2, 2.5, 3, 3
+    shared = torch.nn.Linear(H, H, bias=False, dtype=torch.bfloat16)
+    shared.weight.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+    total = torch.zeros(6, H, dtype=torch.float32)
+    for rank in range(count):
+        generator = torch.Generator().manual_seed(5)
+        bias = 0.1 * torch.randn(E + zeros, generator=generator, dtype=torch.float32)
+        with vllm_without_gpu(tp=(count, rank), ep=ranks == "ep") as config, torch.no_grad():
+            runner = FusedMoE(
+                *(E, top_k, H, INTERMEDIATE),
+                prefix=f"model.layers.{ranks}.mlp.experts",
+                quant_config=get_quantization_config("moe_jax")(),
+                params_dtype=torch.bfloat16,
+                tp_size=count,
+                shared_experts=shared,
+                renormalize=False,
+                zero_expert_type="identity",
+                e_score_correction_bias=bias,
+                routed_scaling_factor=factor,
+                router_logits_dtype=torch.float32,
+            )
+            layer = runner.routed_experts
+            w13, w2, *_ = load(layer, FORMATS["bf16"], generator)
+            layer.quant_method.process_weights_after_loading(layer)
+            x = torch.randn(6, H, generator=generator).bfloat16()
+            logits = torch.randn(6, E + zeros, generator=generator, dtype=torch.float32)
+            with set_forward_context(None, config):
+                total += runner(x.clone(), logits).float()
+    weights, ids = best(logits, bias, top_k)
+    weights, is_zero = factor * weights, ids >= E
+    assert 0.2 < is_zero.float().mean() < 0.8
+    of_each_rank = x.float() * torch.where(is_zero, weights, 0).sum(-1, keepdim=True) + shared(x).detach().float()
+    routed = experts_float32(x, torch.where(is_zero, 0, weights), torch.where(is_zero, 0, ids), w13, w2)
+    assert (total - count * of_each_rank - routed).norm() < 0.02 * routed.norm()
+
+
 @pytest.mark.parametrize("name", ["ct_fp8_channel", "fp8_block", "gptq_4", "awq", "modelopt_nvfp4"])
 def test_model_config(name, tmp_path):
     """vLLM's own way from a checkpoint's folder to a quantization config: ours only where it is named."""
