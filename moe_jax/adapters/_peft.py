@@ -47,7 +47,9 @@ _OF_AN_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<word
 _WORDS = dict(gate_proj=("w13", 0), w1=("w13", 0), up_proj=("w13", 1), w3=("w13", 1), down_proj=("w2", 0), w2=("w2", 0))
 
 
-def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str | None = None) -> None:
+def save_lora(
+    model: Any, directory: str | os.PathLike[str], *, base_model: str | os.PathLike[str] | None = None
+) -> None:
     """Write a model's adapters as PEFT does, so that ``peft.PeftModel.from_pretrained`` reads them for the same model.
 
     Experts over a mesh pass through the host. Where experts share an A, each is written with it. Where some layers have
@@ -59,8 +61,9 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
         base_model: the model's name or directory, for PEFT's ``base_model_name_or_path``.
 
     Raises:
-        ValueError: no adapters, or of several ranks. TypeError: no whole model. NotImplementedError: a family whose
-            names for adapters of experts are not known.
+        ValueError: no adapters, or of several ranks; NaN or infinity, which ``load_lora`` refuses. TypeError: no whole
+            model. NotImplementedError: named adapters; a family whose names for adapters of experts are not known.
+            Nothing is written then.
     """
     check_not_traced("save_lora", model)
     places = _Places(model)
@@ -91,6 +94,11 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
         raise ValueError(f"a {type(model).__name__} without adapters has none to save; moe_jax.lora adds some")
     if len(held) > 1:
         raise ValueError(f"adapters have several (rank, alpha), {sorted(held)}; a file of PEFT has one here")
+    if damaged := [name for name, array in tensors.items() if not _is_finite(array)]:
+        raise ValueError(
+            f"{listed(damaged)}: adapters with NaN or infinity, expected finite numbers; nothing is written. Go back "
+            "to a checkpoint from before training diverged"
+        )
     ((rank, alpha),) = held
     if not places.left_out(adapted):  # names that hold for every layer
         modules = {name.rpartition(".")[2] for name in modules}
@@ -98,7 +106,7 @@ def save_lora(model: Any, directory: str | os.PathLike[str], *, base_model: str 
     config = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
+        base_model_name_or_path=None if base_model is None else os.fspath(base_model),
         r=rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
         target_modules=sorted(modules),
@@ -257,6 +265,10 @@ def _supported(array: np.ndarray, name: str, path: Path) -> np.ndarray:
         raise NotImplementedError(f"{path}: {name} is {array.dtype}, expected a float of 16, 32 or 64 bits")
     with np.errstate(over="ignore"):  # infinity is refused where shapes are
         return array.astype(np.float32)
+
+
+def _is_finite(array: np.ndarray) -> bool:
+    return bool(np.isfinite(array.astype(np.float32)).all())
 
 
 class _Places:
@@ -472,7 +484,7 @@ class _Reader(NamedTuple):
                     f"{self.path}: {name}.lora_{part}.weight is {list(array.shape)}, expected {list(shape)} for rank "
                     f"{self.rank}: an adapter of another model or rank"
                 )
-            if not np.isfinite(array.astype(np.float32)).all():
+            if not _is_finite(array):
                 raise ValueError(f"{self.path}: {name}.lora_{part}.weight holds NaN or infinity; the file is damaged")
         return pair
 

@@ -53,7 +53,10 @@ class Adapter(nnx.Module):
     def alpha(self) -> float:
         """Of the one adapter. Raises NotImplementedError where there are several."""
         if self.names:
-            raise NotImplementedError(f"named adapters, {', '.join(self.names)}, are for inference; load one by itself")
+            raise NotImplementedError(
+                f"named adapters, {', '.join(self.names)}, are for inference; give a fresh model the one that you want "
+                "by load_lora(model, directory)"
+            )
         return self.alphas[0]
 
     def scales(self) -> np.ndarray:

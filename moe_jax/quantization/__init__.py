@@ -1,6 +1,6 @@
 """Quantized formats, schemes and tensors, and ``MoEMethod``, which makes them. No I/O and no routing here."""
 
-from moe_jax.quantization._code_checks import check_codes
+from moe_jax.quantization._code_checks import check_codes, check_groups
 from moe_jax.quantization._config_formats import container_of
 from moe_jax.quantization._formats import ELEMENTS, ElementType, Packing, QuantFormat, Strategy
 from moe_jax.quantization._integers import repack_integers
@@ -46,6 +46,7 @@ __all__ = [
     "SchemeLike",
     "Strategy",
     "check_codes",
+    "check_groups",
     "check_scale_values",
     "common_input_scale",
     "container_of",

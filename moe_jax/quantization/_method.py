@@ -33,7 +33,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from moe_jax._typing import AnyArray, Leaf
-from moe_jax.quantization._code_checks import check_codes
+from moe_jax.quantization._code_checks import check_codes, check_groups
 from moe_jax.quantization._formats import GROUP_SCALE_DTYPES, Packing, QuantFormat, Strategy
 from moe_jax.quantization._numerics import quantize_experts
 from moe_jax.quantization._scale_checks import (
@@ -412,24 +412,13 @@ def _matrix_specs(
 def _checked_g_idx(g_idx: AnyArray, fmt: QuantFormat, name: str, grouped: int) -> jax.Array:
     """Group of each column, (E, K). An expert whose entries are all -1 (unset, in old files) has them by position.
 
-    grouped: columns of the whole matrix, of which these K may be a part. Raises ValueError naming the first entry that
-    is no group, unset ones of a part included; under a trace values cannot be checked.
+    grouped: columns of the whole matrix, of which these K may be a part.
     """
-    by_position = fmt.groups_by_position(grouped)
-    if not isinstance(g_idx, Tracer):
-        values = np.asarray(g_idx)
-        is_unset = (values == -1).all(-1, keepdims=True) & (values.shape[-1] == grouped)
-        bad = ((values < 0) | (values > by_position[-1])) & ~is_unset
-        if bad.any():
-            expert, column = (int(i) for i in np.argwhere(bad)[0])
-            raise ValueError(
-                f"{name}: expert {expert} has group {values[expert, column]} at column {column}, expected 0 to "
-                f"{by_position[-1]} for {grouped} columns in groups of {fmt.group_size}"
-            )
+    check_groups(g_idx, name, fmt=fmt, grouped=grouped)
     g_idx = jnp.asarray(g_idx)
     if g_idx.shape[-1] != grouped:
         return g_idx
-    return jnp.where((g_idx < 0).all(-1, keepdims=True), by_position, g_idx)
+    return jnp.where((g_idx < 0).all(-1, keepdims=True), fmt.groups_by_position(grouped), g_idx)
 
 
 def _scale_spec(fmt: QuantFormat, lead: tuple[int, ...], n: int, k: int) -> LeafSpec:

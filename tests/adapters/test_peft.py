@@ -170,6 +170,24 @@ def test_bfloat16(case, tmp_path):
         assert theirs.get_value().dtype == ours.get_value().dtype
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["w13_b", "q_proj"])
+def test_adapters_that_diverged_are_not_written(case, tmp_path, where, bad):
+    """Not over good files either: load_lora would refuse what replaced them."""
+    model = filled(adapted(load(case("qwen3").directory)))
+    moe_jax.save_lora(model, tmp_path / "good", base_model=tmp_path)
+    layer = model.layers[0]
+    array = layer.self_attn.q_proj.lora.a if where == "q_proj" else layer.mlp.experts.lora.w13_b
+    array[...] = array[...].at[(-1,) * array.ndim].set(bad)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()}
+    module = "self_attn.q_proj.lora_A" if where == "q_proj" else "mlp.experts.base_layer.lora_B"
+    for directory in ("good", "new"):
+        refuses(ValueError, rf"{module}\.weight: adapters with NaN", moe_jax.save_lora, model, tmp_path / directory)
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "good").iterdir()}
+    assert json.loads(before["adapter_config.json"])["base_model_name_or_path"] == str(tmp_path)
+    assert not (tmp_path / "new").exists()
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

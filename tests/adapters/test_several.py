@@ -163,5 +163,5 @@ def test_refusals(case, prompt, directories, tmp_path):
     prompts = [[1, 2], [3, 4, 5]]
     refuses(NotImplementedError, "one array of prompts", lambda: moe_jax.generate(chosen, prompts, max_new_tokens=2))
     for call in (moe_jax.merge_lora, lambda model: moe_jax.save_lora(model, tmp_path / "new")):
-        refuses(NotImplementedError, "named adapters, story, code, chat, are for inference", call, model)
+        refuses(NotImplementedError, "named adapters, story, code, chat, are for inference; give", call, model)
     refuses(ValueError, "source={}, expected a directory", moe_jax.load_lora, load(base), {})

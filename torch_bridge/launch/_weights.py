@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from moe_jax import ExpertWeights, MoEConfig
-from moe_jax.quantization import check_codes, check_scale_values, method_for
+from moe_jax.quantization import check_codes, check_groups, check_scale_values, method_for
 from torch_bridge._tensors import numpy_dtype, to_numpy, torch_dtype
 from torch_bridge.launch._evaluate import Evaluator
 from torch_bridge.launch._gpu import Gpu
@@ -44,8 +44,8 @@ def load_weights(
         online: leaves are full-precision weights, under "w13", "w2" and the biases' names, which are quantized.
 
     Raises:
-        ValueError: a scale that is NaN, infinite, or negative where that can only be damage, or a code of more bits
-            than the scheme has; nothing is written then.
+        ValueError: a scale that is NaN, infinite, or negative where that can only be damage, a code of more bits
+            than the scheme has, or a group of columns that does not exist; nothing is written then.
     """
     total = config.num_experts
     if not online:
@@ -78,11 +78,15 @@ def destination_names(weights: ExpertWeights) -> list[str]:
 
 
 def check_values(config: MoEConfig, read: ReadLeaf) -> None:
-    """Refuse codes and scales as ``MoEMethod.process_weights_after_loading`` does, on the device that they are on."""
+    """Refuse codes, scales and groups of columns as ``MoEMethod.process_weights_after_loading`` does, there."""
     method, fmt = method_for(config.scheme), config.scheme.weights
     where = f"{config.name}: " if config.name else ""
     shards = ("w1", "w3")[: config.num_projections]
     for name, spec in method.create_weights(config).items():
+        if spec.kind == "g_idx" and fmt is not None:  # kernels read scales by them
+            groups = to_numpy(read(name, 0, config.num_experts))
+            check_groups(groups, where + name, fmt=fmt, grouped=spec.shape[-1])
+            continue
         check: Callable[..., None]
         if (rule := method.scale_rule(name, spec)) is not None:
             check = functools.partial(check_scale_values, **rule)

@@ -141,6 +141,18 @@ def _named(weights: ExpertWeights) -> dict[str, torch.Tensor]:
     return dict(zip(destination_names(weights), jax.tree.leaves(weights), strict=True))
 
 
+def _end_reload(layer: Any) -> None:
+    """Give a layer whose new weights are refused its old ones back. vLLM would take the next reload for the rest of
+    this one and leave the kernels' memory as it is.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layerwise.get_layerwise_info(layer)
+    if info.kernel_tensors is not None:
+        layerwise._place_kernel_tensors(layer, info)
+        info.reset()
+
+
 class TakenMixin:
     """In front of vLLM's class of the method."""
 
@@ -157,6 +169,9 @@ class TakenMixin:
             self.moe_jax.is_left = True
             leave(layer.layer_name, self, error)
             return super().process_weights_after_loading(layer)
+        except (NotImplementedError, ValueError):
+            _end_reload(layer)
+            raise
         if self.moe_jax.form.online:
             layer._already_called_process_weights_after_loading = True
         return None

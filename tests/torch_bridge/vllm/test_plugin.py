@@ -1,6 +1,7 @@
 """The plugin around vLLM's layers: ranks, biases, reloads, what is left to vLLM, and what the entry point does."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -234,6 +235,46 @@ def test_reload_writes_where_graphs_read(name):
         assert (found13 - w13).norm() <= tolerance * w13.norm() and (found2 - w2).norm() <= tolerance * w2.norm()
 
 
+@pytest.mark.parametrize("name", ["ct_fp8_channel", "ct_w4a16_g128"])  # refused at the last tensor; at the end
+def test_a_refused_reload_leaves_the_layer_and_the_next_one_counts(name):
+    """vLLM alone takes the next reload for the rest of the refused one, and the kernels keep the first weights."""
+    from vllm.model_executor.model_loader import reload
+
+    form = FORMATS[name]
+    with vllm_without_gpu():
+        layer = make_layer(form.config, **SIZES)
+        reload.record_metadata_for_reloading(layer)
+        w13, w2, *_ = load(layer, form, torch.Generator().manual_seed(1))
+        method = layer.quant_method
+        method.process_weights_after_loading(layer)
+        held = dict(layer.named_parameters())
+        reload.initialize_layerwise_reload(layer)
+        damaged = dataclasses.replace(form, write=lambda *drawn: _with_scale(form.write(*drawn), float("nan")))
+        with pytest.raises(ValueError, match="has scale nan"):
+            load(layer, damaged, torch.Generator().manual_seed(2))
+            reload.finalize_layerwise_reload(layer, None)
+        assert {id(parameter) for parameter in held.values()} == {id(parameter) for parameter in layer.parameters()}
+        _assert_holds(method, w13, w2)
+        reload.initialize_layerwise_reload(layer)
+        w13, w2, *_ = load(layer, form, torch.Generator().manual_seed(3))
+        reload.finalize_layerwise_reload(layer, None)
+        _assert_holds(method, w13, w2)
+
+
+@pytest.mark.parametrize("name", ["ct_w4a16_actorder", "gptq_actorder"])
+@pytest.mark.parametrize("bad", [4, -1])
+def test_groups_that_do_not_exist_are_left_to_vllm(name, bad):
+    """The kernels would read scales of another matrix, or beyond the layer's."""
+    form = FORMATS[name]
+    with vllm_without_gpu():
+        layer = make_layer(form.config, **SIZES)
+        load(layer, form, torch.Generator().manual_seed(1))
+        method = layer.quant_method
+        getattr(layer, f"w2_{method.moe_jax.form.leaves['weight_g_idx'].parameter}").data[2, 5] = bad
+        with pytest.raises(NotTakenError, match=f"w2_weight_g_idx: expert 2 has group {bad} at column 5"):
+            method.moe_jax.load(layer)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_damaged_scales_are_left_to_vllm(bad, caplog, monkeypatch):
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
@@ -341,6 +382,69 @@ def test_runners_scale_once_and_add_shared_experts(options, monkeypatch):
     assert (y.float() - expected).norm() < 0.01 * expected.norm()
 
 
+@pytest.mark.parametrize("ranks", ["one", "tp", "ep"])
+def test_runners_have_zero_experts(ranks, monkeypatch):
+    """LongCat's layers in vLLM's runner: its router takes ids from E on out of what our kernels get. Shared experts and
+    the factor beside them, and ranks whose routed parts add up. Triton's sum of the zero experts has a stand-in here.
+    """
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.fused_moe import FusedMoE
+    from vllm.model_executor.layers.fused_moe.router import zero_expert_router as module
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    def best(logits, bias, topk):
+        scores = torch.softmax(logits.float(), -1)
+        ids = (scores + bias.float()).topk(topk).indices
+        return scores.gather(1, ids), ids
+
+    def fused_topk_bias(*, gating_output, e_score_correction_bias, topk, indices_type, **_):
+        weights, ids = best(gating_output, e_score_correction_bias, topk)
+        return weights, ids.to(indices_type)
+
+    def zero_experts(*, expert_indices, expert_scales, num_experts, hidden_states, **_):
+        return hidden_states * torch.where(expert_indices >= num_experts, expert_scales, 0).sum(-1, keepdim=True)
+
+    computed_by_reference(monkeypatch)
+    monkeypatch.setattr(module, "fused_topk_bias", fused_topk_bias)
+    monkeypatch.setattr(module, "zero_experts_compute_triton", zero_experts)
+    monkeypatch.setattr(MoERunner, "_maybe_reduce_final_output", lambda runner, y, size: y)
+    count, factor, zeros, top_k = 1 if ranks == "one" else 2, 2.5, 3, 3
+    shared = torch.nn.Linear(H, H, bias=False, dtype=torch.bfloat16)
+    shared.weight.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+    total = torch.zeros(6, H, dtype=torch.float32)
+    for rank in range(count):
+        generator = torch.Generator().manual_seed(5)
+        bias = 0.1 * torch.randn(E + zeros, generator=generator, dtype=torch.float32)
+        with vllm_without_gpu(tp=(count, rank), ep=ranks == "ep") as config, torch.no_grad():
+            runner = FusedMoE(
+                *(E, top_k, H, INTERMEDIATE),
+                prefix=f"model.layers.{ranks}.mlp.experts",
+                quant_config=get_quantization_config("moe_jax")(),
+                params_dtype=torch.bfloat16,
+                tp_size=count,
+                shared_experts=shared,
+                renormalize=False,
+                zero_expert_type="identity",
+                e_score_correction_bias=bias,
+                routed_scaling_factor=factor,
+                router_logits_dtype=torch.float32,
+            )
+            layer = runner.routed_experts
+            w13, w2, *_ = load(layer, FORMATS["bf16"], generator)
+            layer.quant_method.process_weights_after_loading(layer)
+            x = torch.randn(6, H, generator=generator).bfloat16()
+            logits = torch.randn(6, E + zeros, generator=generator, dtype=torch.float32)
+            with set_forward_context(None, config):
+                total += runner(x.clone(), logits).float()
+    weights, ids = best(logits, bias, top_k)
+    weights, is_zero = factor * weights, ids >= E
+    assert 0.2 < is_zero.float().mean() < 0.8
+    of_each_rank = x.float() * torch.where(is_zero, weights, 0).sum(-1, keepdim=True) + shared(x).detach().float()
+    routed = experts_float32(x, torch.where(is_zero, 0, weights), torch.where(is_zero, 0, ids), w13, w2)
+    assert (total - count * of_each_rank - routed).norm() < 0.02 * routed.norm()
+
+
 @pytest.mark.parametrize("name", ["ct_fp8_channel", "fp8_block", "gptq_4", "awq", "modelopt_nvfp4"])
 def test_model_config(name, tmp_path):
     """vLLM's own way from a checkpoint's folder to a quantization config: ours only where it is named."""
@@ -394,6 +498,17 @@ def _call(generator):
 def _assert_close(y, expected, form):
     error = (y - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert error.max() < {16: 0.015, 8: 0.12}[form.activations], error
+
+
+def _assert_holds(method, w13, w2):
+    for found, expected in zip(weights_of(method.moe_jax.experts), (w13, w2), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-6, atol=0)
+
+
+def _with_scale(written, scale):
+    tensors, values = written
+    tensors["weight_scale"].view(-1)[0] = scale
+    return tensors, values
 
 
 def _leaves(experts):
