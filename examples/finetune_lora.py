@@ -9,13 +9,12 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\
 Run the same command again to go on where --out has stopped: the bits are those of a run that never stopped. To stop
 early on purpose, give --schedule-steps the whole length and --steps less, and --steps more in the next command.
 
-On a GPU these bits need XLA_FLAGS=--xla_gpu_autotune_level=0, which the script adds unless XLA_FLAGS names a level. XLA
-then times no algorithms for its products, of which each process may choose others; some products become slower.
+Its compiled programs lie in --out, too, unless JAX_COMPILATION_CACHE_DIR names a place: on a GPU XLA times algorithms
+for its products, and a process that compiled them again might choose others, which sum in another order.
 """
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
@@ -50,11 +49,12 @@ SIZES = {"tiny": _demo.CONFIG, "qwen3-30b-a3b": QWEN3_30B_A3B}
 FREE = ("out", "steps", "save_every")  # options that may change where a run goes on
 
 
-def fix_algorithms():
-    """Keep XLA from timing algorithms, unless the user has asked for something else. For a process without devices."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "--xla_gpu_autotune_level" not in flags and "--xla_gpu_deterministic_ops" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
+def keep_programs(out):
+    """Compile into ``out``, where the next command finds what this one ran. For a process that has compiled nothing."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(out).absolute() / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # the small ones as well
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -344,5 +344,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    fix_algorithms()
+    keep_programs(parse().out)
     main()
