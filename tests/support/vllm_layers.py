@@ -7,7 +7,9 @@ traced for an H200 that is not there, and the reference backend computes in thei
 import contextlib
 import dataclasses
 import importlib
+import logging
 import os
+import re
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -129,12 +131,35 @@ def make_layer(
     return runner.routed_experts
 
 
+@contextlib.contextmanager
+def heard(caplog: Any) -> Iterator[None]:
+    """vLLM's loggers do not pass their records on."""
+    logger = logging.getLogger("vllm.moe_jax")
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.WARNING)
+    yield
+    logger.removeHandler(caplog.handler)
+    logger.setLevel(logging.NOTSET)
+
+
 def load_experts(
-    layer: Any, form: Any, generator: Any, num_experts: int, hidden: int, intermediate: int, *, device: str = "cpu"
+    layer: Any,
+    form: Any,
+    generator: Any,
+    num_experts: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    device: str = "cpu",
+    without: str | None = None,
 ) -> Values:
-    """Draw every expert's tensors of a ``VllmFormat`` and load them as vLLM's models do. Gives their values."""
+    """Draw every expert's tensors of a ``VllmFormat`` and load them as vLLM's models do. Gives their values.
+
+    without: a regular expression of names, "2.down_proj.weight", that are not loaded.
+    """
     tensors, values = draw_experts(form, generator, num_experts, hidden, intermediate)
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    is_lacking = re.compile(without or "$^").search
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items() if not is_lacking(name)}
     if form.is_gpt_oss:
         _load_gpt_oss(layer, tensors, num_experts, intermediate)
         return values

@@ -18,6 +18,7 @@ from moe_jax import ExpertWeights, MoEConfig
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernel_experts import KernelExperts, refusal
 from torch_bridge.launch._weights import destination_names, load_weights
+from torch_bridge.vllm._arrivals import Arrivals
 from torch_bridge.vllm._formats import Format, format_of
 from torch_bridge.vllm._parameters import Parameters
 from torch_bridge.vllm._settings import config_of, logits_dtype, obstacle, routing_obstacle, token_counts
@@ -70,7 +71,7 @@ class Taken:
     """What a method of ours knows beside what vLLM's does.
 
     experts: from processing on; None where vLLM runs the layer after all. routes: whether our kernels route.
-    vllm_runs_it: whether vLLM has kernels for the parameters as they are.
+    vllm_runs_it: whether vLLM has kernels for the parameters as they are. arrivals: what has been loaded.
     """
 
     def __init__(self, form: Format, gpu: Gpu, routing_obstacle: str | None, vllm_runs_it: bool):
@@ -81,6 +82,7 @@ class Taken:
         self.routes = False
         self.is_left = False
         self.vllm_runs_it = vllm_runs_it
+        self.arrivals = Arrivals()
 
     def load(self, layer: Any) -> None:
         """Kernels over a loaded layer's parameters, which become what the kernels read.
@@ -90,6 +92,7 @@ class Taken:
         """
         config = config_of(layer, self.form.scheme)
         parameters = Parameters(layer, self.form)
+        self._say_what_is_missing(layer, parameters)
         memory = parameters.memory() if self.experts is None else _named(self.experts.weights)
         try:
             if config.has_bias and not hasattr(layer, "w13_bias"):
@@ -105,6 +108,13 @@ class Taken:
         parameters.show(weights)
         if self.experts is None:
             self.experts = self._new(layer, config, weights)
+
+    def _say_what_is_missing(self, layer: Any, parameters: Parameters) -> None:
+        names, is_gated = parameters.names_of_experts(), layer.moe_config.is_act_and_mul
+        missing = self.arrivals.missing(names, layer.local_num_experts, is_gated=is_gated)
+        self.arrivals.forget()
+        if missing is not None:
+            logger.warning("moe_jax: nothing was loaded into %s: %s. It is memory as it was", layer.layer_name, missing)
 
     def _new(self, layer: Any, config: MoEConfig, weights: ExpertWeights) -> KernelExperts:
         experts = KernelExperts(config, weights, expert_map=layer.expert_map, gpu=self.gpu)
@@ -157,6 +167,11 @@ class TakenMixin:
     """In front of vLLM's class of the method."""
 
     moe_jax: Taken
+
+    def create_weights(self, layer: Any, *arguments: Any, weight_loader: Any = None, **attributes: Any) -> None:
+        if weight_loader is not None:
+            attributes["weight_loader"] = self.moe_jax.arrivals.noting(weight_loader, layer)
+        super().create_weights(layer, *arguments, **attributes)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.moe_jax.is_left:

@@ -45,6 +45,11 @@ class Parameters:
             part = part.unflatten(1, (self._projections, -1))
         return part
 
+    def names_of_experts(self) -> list[str]:
+        """Parameters that have to be loaded for each expert; scales of inputs may be one for all."""
+        names = [f"{prefix}_{leaf.parameter}" for prefix in ("w13", "w2") for leaf in self._form.leaves.values()]
+        return [name for name in dict.fromkeys(names) if hasattr(self._layer, name) and "input" not in name]
+
     def memory(self) -> dict[str, torch.Tensor]:
         """The parameters that results may take the place of."""
         found = {}

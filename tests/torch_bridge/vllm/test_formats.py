@@ -1,7 +1,6 @@
 """Each format through real vLLM: created, loaded, processed by our subclass, both applies; against float32."""
 
 import ast
-import logging
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tests.support.checkpoints.vllm_formats import FORMATS
 from tests.support.vllm_layers import (
     computed_by_reference,
     errors_of_both_applies,
+    heard,
     load_experts,
     make_layer,
     vllm_without_gpu,
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_layer_of_each_format(name, monkeypatch):
+def test_layer_of_each_format(name, caplog, monkeypatch):
     computed_by_reference(monkeypatch)
     form = FORMATS[name]
     generator = torch.Generator().manual_seed(len(name))
-    with vllm_without_gpu():
+    with vllm_without_gpu(), heard(caplog):
         layer = make_layer(
             form.config, num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE, **form.settings
         )
@@ -43,6 +43,7 @@ def test_layer_of_each_format(name, monkeypatch):
         values = load_experts(layer, form, generator, E, H, INTERMEDIATE)
         if not method.moe_jax.form.online:
             method.process_weights_after_loading(layer)
+        assert "nothing was loaded" not in caplog.text
         experts = method.moe_jax.experts
         found13, found2 = map(torch.from_numpy, weights_of(experts))
         if method.moe_jax.form.online:
@@ -111,14 +112,9 @@ def test_other_methods_are_left_in_one_line(name, caplog):
     from torch_bridge.vllm._method import taken
 
     sizes = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE)
-    logger = logging.getLogger("vllm.moe_jax")
-    logger.addHandler(caplog.handler)
-    try:
-        with vllm_without_gpu():
-            layer, method = make_layer(None, **sizes), type(name, (), {})()
-            assert taken(method, layer, "model.layers.0.mlp.experts") is method
-    finally:
-        logger.removeHandler(caplog.handler)
+    with vllm_without_gpu(), heard(caplog):
+        layer, method = make_layer(None, **sizes), type(name, (), {})()
+        assert taken(method, layer, "model.layers.0.mlp.experts") is method
     [line] = [record.message for record in caplog.records]
     assert (
         line == f"moe_jax leaves model.layers.0.mlp.experts to vLLM's {name}: no kernel is known to read its parameters"

@@ -1,10 +1,8 @@
 """The plugin around vLLM's layers: ranks, biases, reloads, what is left to vLLM, and what the entry point does."""
 
-import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from tests.support.checkpoints.vllm_formats import FORMATS
 from tests.support.vllm_layers import (
     computed_by_reference,
     experts_float32,
+    heard,
     load_experts,
     make_layer,
     model_config,
@@ -59,7 +58,7 @@ OF_RANKS = [
 
 @pytest.mark.parametrize("name", OF_RANKS)
 @pytest.mark.parametrize("split", ["tp", "ep"])
-def test_ranks_add_up(name, split, monkeypatch):
+def test_ranks_add_up(name, split, caplog, monkeypatch):
     """Two ranks of a pretended group, each with its own part of the checkpoint, give the whole layer together.
 
     Of biases, the second belongs to rank 0 alone where matrices are split, and to its expert's rank where experts are.
@@ -67,7 +66,7 @@ def test_ranks_add_up(name, split, monkeypatch):
     computed_by_reference(monkeypatch)
     form, outputs = FORMATS[name], []
     for rank in range(2):
-        with vllm_without_gpu(tp=(2, rank), ep=split == "ep"):
+        with vllm_without_gpu(tp=(2, rank), ep=split == "ep"), heard(caplog):
             layer = make_layer(form.config, tp_size=2, **SIZES, **form.settings)
             values = load(layer, form, torch.Generator().manual_seed(3))
             method = layer.quant_method
@@ -77,7 +76,42 @@ def test_ranks_add_up(name, split, monkeypatch):
             assert method.is_monolithic == (split == "tp")
             if split == "ep":
                 assert (layer.expert_map >= 0).nonzero().flatten().tolist() == [2 * rank, 2 * rank + 1]
+    assert "nothing was loaded" not in caplog.text
     _assert_close(sum(outputs), experts_float32(x, weights, ids, *values), form)
+
+
+LACKING = {
+    "a whole expert": ("ct_fp8_channel", r"^2\.", "w13_weight (w1) of expert 2 and 5 more"),
+    "one matrix": ("ct_w4a16_g128", r"^3\.up_proj\.weight_packed", "w13_weight_packed (w3) of expert 3"),
+    "scales of all": ("fp8_block", r"down_proj\.weight_scale_inv", "w2_weight_scale_inv (w2) of expert 0 and 3 more"),
+    "everything": ("bf16", "", None),  # as when weights are drawn
+    "nothing": ("bf16", "^none", None),
+}
+
+
+@pytest.mark.parametrize(("name", "without", "said"), LACKING.values(), ids=LACKING)
+def test_what_a_checkpoint_lacks_is_said(name, without, said, caplog):
+    """vLLM says nothing; the layer runs with what its memory held. A reload begins anew."""
+    from vllm.model_executor.model_loader import reload
+
+    form = FORMATS[name]
+    with vllm_without_gpu(), heard(caplog):
+        layer = make_layer(form.config, **SIZES)
+        reload.record_metadata_for_reloading(layer)
+        for parameter in layer.parameters():
+            parameter.data.zero_()
+        load(layer, form, torch.Generator().manual_seed(1), without=without)
+        layer.quant_method.process_weights_after_loading(layer)
+        expected = (
+            []
+            if said is None
+            else [f"moe_jax: nothing was loaded into {layer.layer_name}: {said}. It is memory as it was"]
+        )
+        assert [record.message for record in caplog.records] == expected
+        reload.initialize_layerwise_reload(layer)
+        load(layer, form, torch.Generator().manual_seed(2))
+        reload.finalize_layerwise_reload(layer, None)
+        assert len(caplog.records) == len(expected)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -115,7 +149,7 @@ def test_int4_with_int8_activations_needs_no_cpu(caplog, monkeypatch):
         raise NotImplementedError("W4A8 Int8 MoE is only supported on CPU platforms")
 
     form = FORMATS["ct_w4a8_int8_channel"]
-    with vllm_without_gpu(), _heard(caplog):
+    with vllm_without_gpu(), heard(caplog):
         monkeypatch.setattr(module, "select_w4a8_int8_moe_backend", on_a_gpu)
         with pytest.raises(NotImplementedError, match="only supported on CPU"):
             make_layer(form.config, plugin=False, **SIZES)
@@ -140,7 +174,7 @@ def test_biases_without_parameters_are_left(caplog, monkeypatch):
     form, called = FORMATS["ct_mxfp4"], []
     own = module.CompressedTensorsW4A4Mxfp4MoEMethod
     monkeypatch.setattr(own, "process_weights_after_loading", lambda self, layer: called.append(layer))
-    with vllm_without_gpu(), _heard(caplog):
+    with vllm_without_gpu(), heard(caplog):
         layer = make_layer(form.config, **SIZES, has_bias=True)
         load(layer, form, torch.Generator().manual_seed(1))
         layer.quant_method.process_weights_after_loading(layer)
@@ -285,7 +319,7 @@ def test_damaged_scales_are_left_to_vllm(bad, caplog, monkeypatch):
     own = module.CompressedTensorsW8A8Fp8MoEMethod
     monkeypatch.setattr(own, "process_weights_after_loading", lambda self, layer: called.append(layer))
     monkeypatch.setattr(own, "apply", lambda *_: torch.full((), 7.0))
-    with vllm_without_gpu(), _heard(caplog):
+    with vllm_without_gpu(), heard(caplog):
         layer = make_layer(form.config, **SIZES)
         load(layer, form, torch.Generator().manual_seed(1))
         before = layer.w13_weight.data.view(torch.uint8).clone()
@@ -321,7 +355,7 @@ def test_what_is_left_to_vllm(caplog, monkeypatch):
         raise NotImplementedError("the kernels need compute capability 9.0, NVIDIA A100 has 8.0")
 
     form = FORMATS["ct_fp8_channel"]
-    with vllm_without_gpu(), _heard(caplog):
+    with vllm_without_gpu(), heard(caplog):
         with monkeypatch.context() as patch:
             patch.setattr(vllm, "__version__", "0.19.0")
             patch.setattr(_method, "taken", None)  # nothing of a version that is not known is read
@@ -475,17 +509,6 @@ def test_captured_sizes_are_exact():
         config.scheduler_config.max_num_batched_tokens = 3000
         exact, buckets = token_counts(config)
     assert exact == [1, 2, 4, 24, 40, 512] and buckets == [16, 32, 64, 128, 256, 512, 1024, 2048, 3072]
-
-
-@contextlib.contextmanager
-def _heard(caplog):
-    """vLLM's loggers do not pass their records on."""
-    logger = logging.getLogger("vllm.moe_jax")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.WARNING)
-    yield
-    logger.removeHandler(caplog.handler)
-    logger.setLevel(logging.NOTSET)
 
 
 def _call(generator):

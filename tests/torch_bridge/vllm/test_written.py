@@ -15,6 +15,7 @@ from tests.support.checkpoints.written import WRITTEN, write
 from tests.support.vllm_layers import (
     computed_by_reference,
     errors_of_both_applies,
+    heard,
     model_config,
     vllm_without_gpu,
     weights_of,
@@ -48,11 +49,11 @@ def model_of(folder, config):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_a_written_folder(name, tmp_path, monkeypatch):
+def test_a_written_folder(name, caplog, tmp_path, monkeypatch):
     computed_by_reference(monkeypatch)
     form, values = WRITTEN[name], write(tmp_path / "model", name, **SIZES)
     generator = torch.Generator().manual_seed(len(name))
-    with vllm_without_gpu() as config:
+    with vllm_without_gpu() as config, heard(caplog):
         model = model_of(tmp_path / "model", config)
         layers = [module for module in model.modules() if type(module).__name__ == "RoutedExperts"]
         assert len(layers) == LAYERS
@@ -65,3 +66,4 @@ def test_a_written_folder(name, tmp_path, monkeypatch):
             torch.testing.assert_close(found2, w2, rtol=1e-6, atol=0)
             errors = errors_of_both_applies(layer, generator, TOP_K, w13, w2)
             assert errors.max() < TOLERANCES[form.activations], errors
+    assert "nothing was loaded" not in caplog.text
