@@ -354,8 +354,8 @@ def test_pairs_of_an_expert_in_several_places(experts):
     for count in range(7):
         found = tile_pairs(jnp.asarray(experts, jnp.int32), jnp.int32(count), jnp.asarray(rows, jnp.int32), 128)
         number = int(found["num_tiles"][0])
-        table = zip(*(found[name][:number].tolist() for name in ("first_tile", "tile_expert", "tile_rows")), strict=True)
-        assert list(table) == pairs_by_loop(experts, count, rows, 128)
+        columns = (found[name][:number].tolist() for name in ("first_tile", "tile_expert", "tile_rows"))
+        assert list(zip(*columns, strict=True)) == pairs_by_loop(experts, count, rows, 128)
 
 
 def test_the_calls_of_a_backward_pass_share_the_pairs():
