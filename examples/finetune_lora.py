@@ -9,8 +9,9 @@ XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu \\
 Run the same command again to go on where --out has stopped: the bits are those of a run that never stopped. To stop
 early on purpose, give --schedule-steps the whole length and --steps less, and --steps more in the next command.
 
-Its compiled programs lie in --out, too, unless JAX_COMPILATION_CACHE_DIR names a place: on a GPU XLA times algorithms
-for its products, and a process that compiled them again might choose others, which sum in another order.
+Its compiled programs lie in --out, too, unless JAX_COMPILATION_CACHE_DIR is set, to a place or to "" for none: on a GPU
+XLA times algorithms for its products, and a process that compiled them again might choose others, which sum in another
+order.
 """
 
 import argparse

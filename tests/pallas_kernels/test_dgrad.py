@@ -32,7 +32,7 @@ from pallas_kernels.grouped_gemm.dgrad import (
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as kernel
 from pallas_kernels.grouped_gemm.dgrad.api import flattened, tile_table
 from pallas_kernels.grouped_gemm.dgrad.config import MATRICES, describe, operand_names, shared_arrays
-from pallas_kernels.grouped_gemm.dgrad.pairs import max_pairs, tile_pairs
+from pallas_kernels.grouped_gemm.dgrad.pairs import tile_pairs
 from pallas_kernels.grouped_gemm.packed import PackedFormat, dequantize_sm90
 from pallas_kernels.grouped_gemm.packed.reference import dequantized
 from tests.pallas_kernels import test_packed_operands as operands
@@ -338,23 +338,24 @@ def test_pairs(sizes, spare, has_tile_rows):
     count, rows = len(tile_expert) - spare, tile_rows if has_tile_rows else None
     expected = pairs_by_loop(tile_expert, count, rows, 128)
     given = None if rows is None else jnp.asarray(rows)
-    found = tile_pairs(jnp.asarray(tile_expert), jnp.full((1,), count, jnp.int32), given, 128, len(sizes))
+    found = tile_pairs(jnp.asarray(tile_expert), jnp.full((1,), count, jnp.int32), given, 128)
     assert {leaf.dtype for leaf in found.values()} == {jnp.dtype("int32")}
     names = ("first_tile", "tile_expert", "tile_rows")
-    assert {len(found[name]) for name in names} == {max_pairs(len(tile_expert), len(sizes))}
+    assert {len(found[name]) for name in names} == {len(tile_expert)}
     number = int(found["num_tiles"][0])
     table = zip(*(np.asarray(found[name])[:number].tolist() for name in names), strict=True)
     assert list(table) == expected
 
 
-def test_pairs_of_an_expert_in_two_places():
-    """And of tiles whose rows in use do not fill the first of a pair."""
-    experts, rows = jnp.asarray([1, 0, 1, 1, 1, 0], jnp.int32), jnp.asarray([5, 128, 70, 128, 0, 9], jnp.int32)
-    found = tile_pairs(experts, jnp.int32(5), rows, 128, 4)
-    assert int(found["num_tiles"][0]) == 4
-    assert found["first_tile"][:4].tolist() == [0, 1, 2, 4]
-    assert found["tile_expert"][:4].tolist() == [1, 0, 1, 1]
-    assert found["tile_rows"][:4].tolist() == [5, 128, 256, 0]
+@pytest.mark.parametrize("experts", [[1, 0, 1, 1, 1, 0], [0, 1, 0, 1, 0, 1]], ids=str)
+def test_pairs_of_an_expert_in_several_places(experts):
+    """Up to as many pairs as tiles; and tiles whose rows in use do not fill the first of a pair."""
+    rows = [5, 128, 70, 128, 0, 9]
+    for count in range(7):
+        found = tile_pairs(jnp.asarray(experts, jnp.int32), jnp.int32(count), jnp.asarray(rows, jnp.int32), 128)
+        number = int(found["num_tiles"][0])
+        columns = (found[name][:number].tolist() for name in ("first_tile", "tile_expert", "tile_rows"))
+        assert list(zip(*columns, strict=True)) == pairs_by_loop(experts, count, rows, 128)
 
 
 def test_the_calls_of_a_backward_pass_share_the_pairs():
@@ -362,7 +363,7 @@ def test_the_calls_of_a_backward_pass_share_the_pairs():
     tiles = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((384,), (1,), (384,))]
 
     def both(expert, count, rows):
-        one, other = (tile_pairs(expert, count, rows, 128, 128) for _ in range(2))
+        one, other = (tile_pairs(expert, count, rows, 128) for _ in range(2))
         return jax.tree.map(lambda a, b: a * b, one, other)
 
     text = str(jax.jit(both).lower(*tiles).compile().as_text())

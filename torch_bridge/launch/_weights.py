@@ -78,7 +78,9 @@ def destination_names(weights: ExpertWeights) -> list[str]:
 
 
 def check_values(config: MoEConfig, read: ReadLeaf) -> None:
-    """Refuse codes, scales and groups of columns as ``MoEMethod.process_weights_after_loading`` does, there."""
+    """Refuse codes, scales and groups of columns as ``MoEMethod.process_weights_after_loading`` does. The extremes of
+    codes and scales are taken on the device that they are on.
+    """
     method, fmt = method_for(config.scheme), config.scheme.weights
     where = f"{config.name}: " if config.name else ""
     shards = ("w1", "w3")[: config.num_projections]

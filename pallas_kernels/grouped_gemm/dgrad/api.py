@@ -182,5 +182,5 @@ def tile_table(desc: DgradDesc, config: DgradConfig, given: Mapping[str, Any]) -
     if config.neighbours > 1:
         experts, count, rows = (given[name] for name in ("tile_expert", "num_tiles", "tile_rows"))
         with jax.named_scope("tile_pairs"):
-            return tile_pairs(experts, count, rows, config.block_m, desc.num_experts)
+            return tile_pairs(experts, count, rows, config.block_m)
     return dict(num_tiles=given["num_tiles"].reshape(1))

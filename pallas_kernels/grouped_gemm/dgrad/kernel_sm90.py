@@ -25,7 +25,7 @@ neither multiplied nor stored.
 
 A register operand of wgmma has the contracted dimension along the words of a thread, and packed words lie along the
 other one. So these weights pass through shared memory, where wgmma reads 16 bits transposed. One warpgroup converts
-while the others multiply: 16,384 numbers for a step that takes the tensor cores about 1,000 clocks.
+while the others multiply: 16,384 numbers for a step that takes the tensor cores about 1,000 clocks, of a pair 8,192.
 
 The derivative of an activation: the sums are cotangents of hidden values. A piece of 64 columns at a time, what the
 activation was given comes by TMA into before[consumer], and goes out as its own cotangent, times the row's weight. Sums

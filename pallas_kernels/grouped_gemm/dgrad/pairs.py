@@ -4,13 +4,8 @@ import jax
 import jax.numpy as jnp
 
 
-def max_pairs(tiles: int, num_experts: int) -> int:
-    """Pairs that ``tiles`` make at most: an expert with an odd number of them has one pair of a single tile."""
-    return min(tiles, (tiles + num_experts) // 2)
-
-
 def tile_pairs(
-    tile_expert: jax.Array, num_tiles: jax.Array, tile_rows: jax.Array | None, block_m: int, num_experts: int
+    tile_expert: jax.Array, num_tiles: jax.Array, tile_rows: jax.Array | None, block_m: int
 ) -> dict[str, jax.Array]:
     """The table of pairs, as the kernel's operands are named.
 
@@ -19,10 +14,10 @@ def tile_pairs(
 
     Args: as ``grouped_dgrad`` has them; tile_rows: None where all rows of the tiles are in use.
 
-    Returns, with P = ``max_pairs``:
+    Returns, with P the number of tiles, which pairs do not exceed:
         first_tile: (P,) int32. tile_expert: (P,) int32, the expert. tile_rows: (P,) int32, rows from the first tile's
-        start on that hold those in use, 0 to 2 * block_m. num_tiles: (1,) int32, number of pairs. Of pairs from this
-        number on the others are unspecified.
+        start on that hold those in use, 0 to 2 * block_m. num_tiles: (1,) int32, number of pairs. Entries from this
+        number on are unspecified.
     """
     # Compared with one another, tiles need no scan and no sort: XLA makes one kernel of each of three reductions.
     tiles, count = tile_expert.shape[0], num_tiles.reshape(())
@@ -33,8 +28,7 @@ def tile_pairs(
     place = (index - run) & 1  # in the pair
     opens = (place == 0) & (index < count)
     pair = jnp.sum(is_before & opens[None, :], axis=1, dtype=jnp.int32) - 1
-    pairs = jnp.arange(max_pairs(tiles, num_experts), dtype=jnp.int32)
-    is_own = (pair[None, :] == pairs[:, None]) & (index < count)[None, :]
+    is_own = (pair[None, :] == index[:, None]) & (index < count)[None, :]
     rows = jnp.full((tiles,), block_m, jnp.int32) if tile_rows is None else tile_rows
     ends = jnp.where(rows > 0, place * block_m + rows, 0)
 

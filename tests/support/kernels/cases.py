@@ -20,7 +20,6 @@ from pallas_kernels.grouped_gemm.dgrad import DgradConfig, DgradDesc
 from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
 from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE, operand_names
 from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
-from pallas_kernels.grouped_gemm.dgrad.pairs import max_pairs
 from pallas_kernels.grouped_gemm.heuristics import choose_config as choose_gemm_config
 from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
@@ -386,8 +385,6 @@ def _size(config: DgradConfig) -> str:
 def _dgrad_call(desc: DgradDesc, config: DgradConfig) -> tuple[Any, tuple[Shape, ...]]:
     """A call's function of its operands in their order, and their shapes."""
     blocks, tiles = desc.num_experts * desc.n // 64, (desc.rows // config.block_m,)
-    if config.neighbours > 1:
-        tiles = (max_pairs(*tiles, desc.num_experts),)
     words = (blocks, desc.k // desc.fmt.block_k, *desc.fmt.block_shape)
     shapes: dict[str, Shape] = dict(
         dy=((desc.rows, desc.depth), desc.dtype),

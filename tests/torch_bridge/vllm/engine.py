@@ -7,10 +7,10 @@ write; ``--formats bf16,written_nvfp4,...`` takes some. They are not among the f
 
 One line a format: PASS, LEFT (vLLM ran the layer after all), NEITHER (vLLM fails by the same error without the plugin)
 or FAIL, and what its engines took. A layer passes when its output is as near to float32 on the real weights as vLLM's
-own is, for several numbers of tokens and both applies. The model passes when the logits of three prompts in four differ
-from vLLM's by no more than what is allowed for the format: a token that is routed to other experts by a rounding
-differs by more. Where vLLM leaves rows in 16 bits though the checkpoint rounds them to 8, the judge of layers is the
-checkpoint's arithmetic. With --tp logits alone are judged.
+own is, for several numbers of tokens and both applies. The model passes when the upper quartile, over the prompts, of
+its logits' difference from vLLM's is no more than what is allowed for the format: a token that is routed to other
+experts by a rounding differs by more. Where vLLM leaves rows in 16 bits though the checkpoint rounds them to 8, the
+judge of layers is the checkpoint's arithmetic. With --tp logits alone are judged.
 
 A slice of the formats has two processes, with the plugin and without, on one GPU (--tp 2: on two). Each has one engine
 after the other (tests/support/in_turn.py): in itself, or in forks of itself. The exit code is 1 if any format failed.
