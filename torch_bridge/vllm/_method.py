@@ -168,10 +168,20 @@ class TakenMixin:
 
     moe_jax: Taken
 
-    def create_weights(self, layer: Any, *arguments: Any, weight_loader: Any = None, **attributes: Any) -> None:
-        if weight_loader is not None:
-            attributes["weight_loader"] = self.moe_jax.arrivals.noting(weight_loader, layer)
-        super().create_weights(layer, *arguments, **attributes)
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        if "weight_loader" in extra_weight_attrs:
+            loader = extra_weight_attrs["weight_loader"]
+            extra_weight_attrs["weight_loader"] = self.moe_jax.arrivals.noting(loader, layer)
+        sizes = num_experts, hidden_size, intermediate_size_per_partition
+        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.moe_jax.is_left:
