@@ -114,7 +114,9 @@ class Taken:
         missing = self.arrivals.missing(names, layer.local_num_experts, is_gated=is_gated)
         self.arrivals.forget()
         if missing is not None:
-            logger.warning("moe_jax: nothing was loaded into %s: %s. It is memory as it was", layer.layer_name, missing)
+            logger.warning(
+                "moe_jax: nothing was loaded into %s: %s. It stays as vLLM made it", layer.layer_name, missing
+            )
 
     def _new(self, layer: Any, config: MoEConfig, weights: ExpertWeights) -> KernelExperts:
         experts = KernelExperts(config, weights, expert_map=layer.expert_map, gpu=self.gpu)

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import jax.numpy as jnp
-
 from pallas_kernels.common.activations import Activation, slopes_refusal
 from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
@@ -270,12 +268,3 @@ def choose_config(desc: DgradDesc, block_m: int, num_sms: int) -> DgradConfig:
         smallest = DgradConfig(block_m, UNIT, MATRICES + 1, num_sms=num_sms)
         raise NotImplementedError(config_error(desc, smallest) or f"nothing fits {desc}")
     return found[0]
-
-
-def describe(desc: DgradDesc, config: DgradConfig) -> str:
-    """One line for ``explain``."""
-    element, pairs = jnp.dtype(desc.dtype).name, f"{config.neighbours} x " if config.neighbours > 1 else ""
-    return (
-        f"{pairs}{config.block_m} x {config.block_n} tiles, {desc.fmt.element} weights to {element} in shared memory, "
-        f"{config.num_stages} stages, {config.num_sms} persistent CTAs"
-    )

@@ -120,8 +120,3 @@ def choose_config(desc: WgradDesc, num_sms: int) -> WgradConfig:
     if not found:
         raise NotImplementedError(config_error(desc, WgradConfig(64, 64, 2, num_sms=num_sms)) or f"nothing fits {desc}")
     return found[0]
-
-
-def describe(desc: WgradDesc, config: WgradConfig) -> str:
-    """One line for ``explain``."""
-    return f"{config.block_n} x {config.block_k} tiles, {config.num_stages} stages, {config.num_sms} persistent CTAs"

@@ -105,7 +105,7 @@ def test_what_a_checkpoint_lacks_is_said(name, without, said, caplog):
         expected = (
             []
             if said is None
-            else [f"moe_jax: nothing was loaded into {layer.layer_name}: {said}. It is memory as it was"]
+            else [f"moe_jax: nothing was loaded into {layer.layer_name}: {said}. It stays as vLLM made it"]
         )
         assert [record.message for record in caplog.records] == expected
         reload.initialize_layerwise_reload(layer)
