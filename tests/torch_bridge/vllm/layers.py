@@ -22,13 +22,13 @@ from typing import Any
 from unittest import mock
 
 from tests.support import in_turn
-from tests.torch_bridge.vllm.engine import config_of
+from tests.torch_bridge.vllm.engine import INTERMEDIATE, config_of
 
-E, TOP_K, H, INTERMEDIATE = 8, 2, 512, 256
+E, TOP_K, H = 8, 2, 512
 BOUNDS = {16: 0.02, 8: 0.12, 4: 0.3}  # of the worst row of a layer that vLLM's own kernels do not run
 
 
-def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, list[float]], Any]:
+def row_errors(name: str, plugin: bool, tokens: list[int], intermediate: int) -> tuple[dict[str, list[float]], Any]:
     """Relative errors of all rows by the kind of apply, "exact" for the checkpoint's arithmetic; the layer's method."""
     import torch
 
@@ -37,12 +37,12 @@ def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, li
     from tests.support.vllm_layers import experts_float32, load_experts, make_layer
 
     form = FORMATS[name]
-    sizes = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=INTERMEDIATE)
+    sizes = dict(num_experts=E, top_k=TOP_K, hidden_size=H, intermediate_size=intermediate)
     generator = torch.Generator().manual_seed(len(name))
     with torch.device("cuda"):
         layer = make_layer(form.config, plugin=plugin, **sizes, **form.settings)
     method = layer.quant_method
-    drawn = load_experts(layer, form, generator, E, H, INTERMEDIATE, device="cuda")
+    drawn = load_experts(layer, form, generator, E, H, intermediate, device="cuda")
     values = [None if part is None else part.cuda() for part in drawn]
     ours = getattr(method, "moe_jax", None)
     if ours is None or not ours.form.online:
@@ -72,16 +72,16 @@ def row_errors(name: str, plugin: bool, tokens: list[int]) -> tuple[dict[str, li
     return errors, method
 
 
-def judge(name: str, folder: Path, tokens: list[int]) -> dict[str, Any]:
+def judge(name: str, folder: Path, tokens: list[int], intermediate: int) -> dict[str, Any]:
     """The line about a format."""
     from tests.support.checkpoints.vllm_formats import FORMATS
 
     form = FORMATS[name]
     set_model_config(name, folder)
-    ours, method = row_errors(name, True, tokens)
+    ours, method = row_errors(name, True, tokens, intermediate)
     bounds = float("inf"), BOUNDS[form.activations]
     try:
-        theirs = row_errors(name, False, tokens)[0]
+        theirs = row_errors(name, False, tokens, intermediate)[0]
         beside = f"vLLM's own {_text(theirs['own'])}"
         judges = theirs["own"] if form.rows is None else ours.pop("exact")
         bounds = 1.1 * statistics.mean(judges) + 0.001, 1.3 * max(judges) + 0.002
@@ -106,7 +106,7 @@ def set_model_config(name: str, folder: Path) -> None:
     config = get_current_vllm_config()
     config.model_config = None
     if FORMATS[name].is_gpt_oss:
-        (folder / "config.json").write_text(json.dumps(config_of(name)))
+        (folder / "config.json").write_text(json.dumps(config_of(name, INTERMEDIATE)))
         config.model_config = model_config(folder)
 
 
@@ -114,7 +114,7 @@ def _text(rows: list[float]) -> str:
     return f"{statistics.mean(rows):.4f} ({max(rows):.4f})"
 
 
-def child(names: list[str], root: Path, tokens: list[int]) -> None:
+def child(names: list[str], root: Path, tokens: list[int], intermediate: int) -> None:
     """Formats one after the other, in what vLLM's worker would surround them with."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -134,7 +134,7 @@ def child(names: list[str], root: Path, tokens: list[int]) -> None:
         initialize_model_parallel(1, 1)
         init_workspace_manager(torch.device("cuda:0"))
         with set_forward_context(None, config):
-            in_turn.judge_in_turn(names, root, lambda name, folder: judge(name, folder, tokens))
+            in_turn.judge_in_turn(names, root, lambda name, folder: judge(name, folder, tokens, intermediate))
 
 
 def _leaves_programs_to_calls(experts: Any, layer: Any, routes: bool) -> None:
@@ -147,16 +147,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--tokens", default="1,16,100", help="of the calls; each number costs seconds of tracing")
+    parser.add_argument(
+        "--intermediate", type=int, default=INTERMEDIATE, help="columns of a matrix, as of a rank's part"
+    )
     parser.add_argument("--jobs", type=int, default=12, help="processes at once")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one format, and for a start of a process")
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     names = options.formats.split(",")
     if options.root is not None:
-        child(names, options.root, [int(count) for count in options.tokens.split(",")])
+        child(names, options.root, [int(count) for count in options.tokens.split(",")], options.intermediate)
     environment = os.environ | dict(VLLM_PLUGINS="", XLA_PYTHON_CLIENT_PREALLOCATE="false", DO_NOT_TRACK="1")
     root, jobs = Path(tempfile.mkdtemp()), min(options.jobs, len(names))
     command = [sys.executable, "-m", "tests.torch_bridge.vllm.layers", "--tokens", options.tokens]
+    command += ["--intermediate", str(options.intermediate)]
     command += ["--root", str(root), "--formats"]
     slices = [
         in_turn.Slice(command, names[index::jobs], root, options.limit, environment | dict(CUDA_VISIBLE_DEVICES=gpu))

@@ -44,20 +44,12 @@ def test_the_entry_point_only_adds_names():
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-OF_RANKS = [
-    "ct_fp8_channel",
-    "ct_w4a16_g128",
-    "ct_mxfp4",
-    "fp8_mxfp4",
-    "modelopt_mxfp8",
-    "bf16",
-    "gpt_oss",
-    "gpt_oss_bf16",
-]
+# What vLLM refuses of half a matrix here, or what is left to it.
+WHOLE_MATRICES = {"ct_w4a16_g256", "ct_w4a8_fp8", "ct_w4a16_actorder", "gptq_actorder"}
+RANKS = [(name, split) for name in FORMATS for split in ("tp", "ep") if split == "ep" or name not in WHOLE_MATRICES]
 
 
-@pytest.mark.parametrize("name", OF_RANKS)
-@pytest.mark.parametrize("split", ["tp", "ep"])
+@pytest.mark.parametrize(("name", "split"), RANKS)
 def test_ranks_add_up(name, split, caplog, monkeypatch):
     """Two ranks of a pretended group, each with its own part of the checkpoint, give the whole layer together.
 
@@ -70,7 +62,8 @@ def test_ranks_add_up(name, split, caplog, monkeypatch):
             layer = make_layer(form.config, tp_size=2, **SIZES, **form.settings)
             values = load(layer, form, torch.Generator().manual_seed(3))
             method = layer.quant_method
-            method.process_weights_after_loading(layer)
+            if not method.moe_jax.form.online:  # whose weights are processed as they arrive
+                method.process_weights_after_loading(layer)
             x, weights, ids, logits = _call(torch.Generator().manual_seed(4))
             outputs.append(method.apply(layer, x, weights, ids, None, None).float())
             assert method.is_monolithic == (split == "tp")
@@ -519,8 +512,9 @@ def _call(generator):
 
 
 def _assert_close(y, expected, form):
+    """expected: from the checkpoint's weights, which online formats round to 8 bits."""
     error = (y - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert error.max() < {16: 0.015, 8: 0.12}[form.activations], error
+    assert error.max() < (0.015 if form.activations == 16 and not isinstance(form.config, str) else 0.12), error
 
 
 def _assert_holds(method, w13, w2):
