@@ -41,9 +41,17 @@ class CompiledKernel:
     def compile(cls, module: bytes, results: Shapes) -> "CompiledKernel":
         """By JAX's own launcher, of which only the C function is used: it launches on torch's default stream.
 
-        Raises NotImplementedError when the launcher of this JAX is made otherwise.
+        Raises NotImplementedError when the launcher of this JAX is made otherwise, RuntimeError when the kernel does
+        not compile or the GPU does not load it.
         """
-        launch = mgpu_core._compile_as_torch_gpu_kernel(module)[0]
+        try:
+            launch = mgpu_core._compile_as_torch_gpu_kernel(module)[0]
+        except RuntimeError as error:
+            made = ", ".join(f"{dtype} {shape}" for shape, dtype in results)
+            raise RuntimeError(
+                f"the kernel of {made} did not compile on GPU {torch.cuda.current_device()}: {error}. JAX gives no "
+                "reason; one is a GPU without free memory, otherwise report it, with what runs in this process"
+            ) from error
         cells: dict[str, Any] = {}
         if isinstance(launch, types.FunctionType):
             names = launch.__code__.co_freevars

@@ -78,7 +78,26 @@ class Programs:
 def _load(kernel: Kernel, device: torch.device) -> Any:
     with torch.cuda.device(device):
         torch.cuda.current_stream(device).synchronize()  # makes torch's context this thread's
-        return kernel.load()
+        return _FIRST.then(kernel.load)
+
+
+class _FirstAlone:
+    """Calls from many threads, of which none begins before the first one has ended.
+
+    JAX itself compiles one kernel at a time. Where several are the first in a process, one of them sometimes fails.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._is_over = threading.Lock(), False
+
+    def then(self, call: Callable[[], Any]) -> Any:
+        if not self._is_over:
+            with self._lock:
+                if not self._is_over:
+                    result = call()
+                    self._is_over = True
+                    return result
+        return call()
 
 
 @functools.cache
@@ -88,6 +107,7 @@ def _threads() -> concurrent.futures.ThreadPoolExecutor:
 
 
 PROGRAMS = Programs()
+_FIRST = _FirstAlone()
 
 
 def struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

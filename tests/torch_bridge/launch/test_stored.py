@@ -1,6 +1,8 @@
 """Programs on disk, and ``KernelExperts`` traced for an H200 that is not here."""
 
+import concurrent.futures
 import multiprocessing
+import threading
 
 import jax
 import pytest
@@ -13,7 +15,7 @@ from torch_bridge.launch import KernelExperts, _stored, _tracers
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernel_experts import abstract_weights
 from torch_bridge.launch._kernels import Kernel
-from torch_bridge.launch._programs import Programs
+from torch_bridge.launch._programs import Programs, _FirstAlone
 
 H200 = Gpu("NVIDIA H200", 132)
 
@@ -136,3 +138,28 @@ def test_weights_of_another_shape_are_refused(monkeypatch, tmp_path):
     wrong = jax.tree.map(lambda t: t[:4].contiguous(), experts.weights)
     refuses(ValueError, "expected", KernelExperts, experts.config, wrong, gpu=H200)
     refuses(NotImplementedError, "Hopper", KernelExperts, experts.config, experts.weights)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_kernel_of_a_process_compiles_alone(fails):
+    """Others wait for it, and then run side by side. After a failure the next one is the first."""
+    alone, running, failures = _FirstAlone(), 0, [True] if fails else []
+    seen, lock, together = [], threading.Lock(), threading.Barrier(2)
+
+    def compiled():
+        nonlocal running
+        with lock:
+            running += 1
+            seen.append(running)
+            is_first = len(seen) <= 1 + fails
+        if not is_first:
+            together.wait(timeout=20)  # of two threads that are both inside
+        with lock:
+            running -= 1
+            if failures:
+                raise RuntimeError(failures.pop())
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(alone.then, compiled) for _ in range(7 + fails)]
+    assert sum(future.exception() is not None for future in futures) == fails
+    assert seen[: 1 + fails] == [1] * (1 + fails) and max(seen) > 1

@@ -281,7 +281,7 @@ def _environment(root: Path) -> dict[str, str]:
 def _ends(log: str) -> str:
     """Beginning and end of a log without what repeats: frames of C++ stacks."""
     text = "\n".join(line for line in log.splitlines() if not line.startswith("frame #"))
-    return text if len(text) <= 12000 else f"{text[:6000]}\n...\n{text[-6000:]}"
+    return text if len(text) <= 40000 else f"{text[:20000]}\n...\n{text[-20000:]}"
 
 
 def main() -> None:
