@@ -397,7 +397,6 @@ def _dgrad_call(desc: DgradDesc, config: DgradConfig) -> tuple[Any, tuple[Shape,
         tile_rows=(tiles, "int32"),
         first_tile=(tiles, "int32"),
         before=((desc.rows, desc.projections * desc.k), desc.dtype),
-        row_weights=((desc.rows,), "float32"),
     )
     run, names = grouped_dgrad_sm90(desc, config), operand_names(desc, config)
     return lambda *arrays: run(dict(zip(names, arrays, strict=True))), tuple(shapes[name] for name in names)
