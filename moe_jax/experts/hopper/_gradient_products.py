@@ -144,7 +144,7 @@ class QuantizedProducts:
     def pulled_hidden(self, g: Array) -> Array:
         return grouped_dgrad(g, self.operands[1], tile_rows=self.tile_rows, **self._of_tiles)
 
-    def pulled_before(self, g: Array, before: Array, row_weights: None, *, has_weighted: bool) -> PulledBefore:
+    def pulled_before(self, g: Array, before: Array, row_weights: Array | None, *, has_weighted: bool) -> PulledBefore:
         assert row_weights is None and not has_weighted, "only sums over rows need weighted ones"
         before_bar, row_bar = grouped_dgrad(
             g,
@@ -251,7 +251,8 @@ class DenseProducts:
     def pulled_hidden(self, g: Array) -> Array:
         return self._product(g, self._dense.w2.data, transposes_w=True)
 
-    def pulled_before(self, g: Array, before: Array, row_weights: Array, *, has_weighted: bool) -> PulledBefore:
+    def pulled_before(self, g: Array, before: Array, row_weights: Array | None, *, has_weighted: bool) -> PulledBefore:
+        assert row_weights is not None, "as AlignedCall.weighs_rows has it"
         before_bar, row_bar, weighted = grouped_gemm_pull(
             g,
             self._dense.w2.data,
