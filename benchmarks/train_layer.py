@@ -437,7 +437,7 @@ def run_kernels(model: str, tokens: int, routing: dict[str, np.ndarray], report:
         desc = describe_dgrad(rows, packed, activation, has_tile_rows=True)
         given = dict(tile_rows=tiles.tile_rows)
         if activation is not None:
-            given |= dict(before=wide, row_weights=jnp.ones(rows, jnp.float32))
+            given["before"] = wide
         configs = dgrad_candidates(desc, block_m, 132)
         configs += [dataclasses.replace(configs[0], raster_group_m=group) for group in (8, 32)]
         configs += [dataclasses.replace(configs[0], num_stages=3)]
@@ -463,7 +463,7 @@ def run_kernels(model: str, tokens: int, routing: dict[str, np.ndarray], report:
         desc = describe_dgrad(rows, plain, activation, has_tile_rows=True, contracts_k=contracts_k)
         given = dict(tile_rows=tiles.tile_rows)
         if activation is not None:
-            given |= dict(before=wide, row_weights=jnp.ones(rows, jnp.float32))
+            given["before"] = wide
         by = grouped_gemm_widened if contracts_k else functools.partial(grouped_dgrad, activation=activation)
 
         def product(x, plain, given, by=by, **options):

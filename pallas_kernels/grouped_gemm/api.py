@@ -141,12 +141,10 @@ def check_tiles(
     return rows, unpermuted, scaled
 
 
-def check_before(before: jax.Array, row_weights: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> None:
-    """Raise where these are not what an activation was given, (Mp, G * N) of ``dtype``, and a weight for each row."""
+def check_before(before: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> None:
+    """Raise where this is not what an activation was given, (Mp, G * N) of ``dtype``."""
     if before.shape != shape or before.dtype != dtype:
         raise ValueError(f"before is {before.dtype}{before.shape}, expected {jnp.dtype(dtype).name} {shape}")
-    if row_weights.shape != shape[:1] or row_weights.dtype != jnp.float32:
-        raise ValueError(f"row_weights is {row_weights.dtype}{row_weights.shape}, expected float32 {shape[:1]}")
 
 
 def expected_projections(activation: Activation | None) -> tuple[int, str]:

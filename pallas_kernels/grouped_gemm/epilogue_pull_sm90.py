@@ -84,14 +84,22 @@ def store(cta: CtaContext, tile: Tile, sums: Value) -> None:
 
 
 def pulled(
-    activation: Activation, given: list[Value], product: Value, row_weights: Value, sigmoid: Callable[[Value], Value]
+    activation: Activation,
+    given: list[Value],
+    product: Value,
+    row_weights: Value | None,
+    sigmoid: Callable[[Value], Value],
 ) -> tuple[Value, Value, list[Value]]:
     """Of a piece (64, columns), in layout WGMMA: the sum over columns of the activation's value times ``product``, its
     value times ``row_weights``, and the cotangents of what it was ``given``, all float32.
 
-    product: cotangent of the value, before it is multiplied with the weights of the rows.
+    product: cotangent of the value, before it is multiplied with the weights of the rows. row_weights: None for ones.
     """
-    weights = lax.broadcast_in_dim(row_weights, product.shape, [0])
+    weights = None if row_weights is None else lax.broadcast_in_dim(row_weights, product.shape, [0])
+
+    def weighted(values: Value) -> Value:
+        return values if weights is None else values * weights
+
     value, slopes = with_slopes(activation, *given, sigmoid=sigmoid)
     # Products with weights that no two results share: fewer numbers live, and 128 x 256 tiles do not spill.
-    return jnp.sum(value * product, axis=1), value * weights, [slope * product * weights for slope in slopes]
+    return jnp.sum(value * product, axis=1), weighted(value), [weighted(slope * product) for slope in slopes]

@@ -59,7 +59,9 @@ def grouped_gemm_pull(
     operands |= dict(x=dy, w=w, tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows)
     desc = describe_gemm(operands, None, dy.dtype, "none", None, True)
     desc = dataclasses.replace(desc, pulls=activation, has_weighted=has_weighted)
-    check_before(before, row_weights, (desc.rows, desc.pulled_projections * desc.n), dy.dtype)
+    check_before(before, (desc.rows, desc.pulled_projections * desc.n), dy.dtype)
+    if row_weights.shape != dy.shape[:1] or row_weights.dtype != jnp.float32:
+        raise ValueError(f"row_weights is {row_weights.dtype}{row_weights.shape}, expected float32 {dy.shape[:1]}")
     operands |= dict(before=before, row_weights=row_weights, num_tiles=num_tiles.reshape(1))
 
     def hopper() -> Pulled:
@@ -84,6 +86,7 @@ def _reference(desc: GemmDesc, operands: Operands) -> Pulled:
     rows = grouped_gemm_ref(product, dy, w.mT[:, None], operands["tile_expert"], operands["num_tiles"])
     given = jnp.split(before.astype(jnp.float32), desc.pulled_projections, axis=1)
     assert desc.pulls is not None and not isinstance(rows, tuple)
-    bars, values = pulled_ref(desc.pulls, given, rows, operands["row_weights"])
-    weighted = (values * operands["row_weights"][:, None]).astype(dy.dtype) if desc.has_weighted else None
+    weights = operands["row_weights"][:, None]
+    bars, values = pulled_ref(desc.pulls, given, rows * weights)
+    weighted = (values * weights).astype(dy.dtype) if desc.has_weighted else None
     return jnp.concatenate(bars, axis=1).astype(dy.dtype), (values * rows).sum(axis=1), weighted

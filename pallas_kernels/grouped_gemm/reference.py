@@ -122,11 +122,8 @@ def _spread(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def pulled_ref(
-    activation: Activation, given: Sequence[jax.Array], product: jax.Array, row_weights: jax.Array
+    activation: Activation, given: Sequence[jax.Array], values_bar: jax.Array
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """(cotangents of what an activation was ``given``, its values), (rows, N) float32 each.
-
-    product: cotangent of the values before they are multiplied with ``row_weights`` (rows,).
-    """
+    """(cotangents of what an activation was ``given``, its values), (rows, N) float32 each."""
     values, pull = jax.vjp(activation, *given)
-    return pull(product * row_weights[:, None]), values
+    return pull(values_bar), values

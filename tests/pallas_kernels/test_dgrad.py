@@ -300,8 +300,8 @@ def run_body(monkeypatch, problem, config, activation=None):
 
 
 def pairs_by_loop(tile_expert, num_tiles, tile_rows, block_m):
-    """(first tile, expert, rows up to the last one in use) of each pair, one tile after the other."""
-    found, tile = [], 0
+    """(first tile, expert, rows up to the last one in use) of each pair: those of two tiles, then those of one."""
+    found, tile = ([], []), 0
     while tile < num_tiles:
         expert = tile_expert[tile]
         start = tile
@@ -312,8 +312,8 @@ def pairs_by_loop(tile_expert, num_tiles, tile_rows, block_m):
             for place, one in enumerate(range(first, min(first + 2, tile))):
                 own = block_m if tile_rows is None else tile_rows[one]
                 rows = place * block_m + own if own else rows
-            found.append((first, expert, rows))
-    return found
+            found[first + 1 == tile].append((first, expert, rows))
+    return found[0] + found[1]
 
 
 @pytest.mark.parametrize("has_tile_rows", [False, True])
@@ -340,8 +340,8 @@ def test_pairs(sizes, spare, has_tile_rows):
     given = None if rows is None else jnp.asarray(rows)
     found = tile_pairs(jnp.asarray(tile_expert), jnp.full((1,), count, jnp.int32), given, 128)
     assert {leaf.dtype for leaf in found.values()} == {jnp.dtype("int32")}
+    assert {leaf.shape for leaf in found.values()} == {tile_expert.shape}
     names = ("first_tile", "tile_expert", "tile_rows")
-    assert {len(found[name]) for name in names} == {len(tile_expert)}
     number = int(found["num_tiles"][0])
     table = zip(*(np.asarray(found[name])[:number].tolist() for name in names), strict=True)
     assert list(table) == expected
@@ -359,7 +359,7 @@ def test_pairs_of_an_expert_in_several_places(experts):
 
 
 def test_the_calls_of_a_backward_pass_share_the_pairs():
-    """XLA merges the equal tables of both products: five reductions, not ten."""
+    """XLA merges the equal tables of both products: three reductions, not six."""
     tiles = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((384,), (1,), (384,))]
 
     def both(expert, count, rows):
@@ -367,7 +367,7 @@ def test_the_calls_of_a_backward_pass_share_the_pairs():
         return jax.tree.map(lambda a, b: a * b, one, other)
 
     text = str(jax.jit(both).lower(*tiles).compile().as_text())
-    assert len(re.findall(r"s32\[\d+\].* reduce\(", text)) <= 5, text
+    assert len(re.findall(r"s32\[\d+\].* reduce\(", text)) <= 3, text
 
 
 def test_wrong_calls():
@@ -375,8 +375,7 @@ def test_wrong_calls():
     (dy, w, *tiles), kwargs = problem.args, problem.kwargs
     for wrong, message in (
         (dict(before=kwargs["before"][:, :128]), r"before is bfloat16\(384, 128\), expected bfloat16 \(384, 256\)"),
-        (dict(row_weights=None), "exactly with an activation"),
-        (dict(row_weights=kwargs["row_weights"].astype(jnp.bfloat16)), "row_weights is bfloat16"),
+        (dict(before=None), "exactly with an activation"),
         (dict(tile_rows=tiles[0][:1]), "tile_rows is int32"),
     ):
         refuses(ValueError, message, grouped_dgrad, dy, w, *tiles, **kwargs | wrong)

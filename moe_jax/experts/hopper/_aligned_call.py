@@ -126,6 +126,13 @@ class AlignedCall:
         kind = PlainProducts if isinstance(self.operands[0], PlainWeights) else PackedProducts
         return kind(self.config, self.weights, self.operands, tiles, tile_rows, self.kernels)
 
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether cotangents of rows are multiplied with their router weights before products: where these sum up the
+        rows of an expert, and beside matrices of 16 bits. Else ``combine`` does it, as in the forward pass.
+        """
+        return self.has_sums or self.operands is None
+
     @functools.cached_property
     def before(self) -> Array:
         """``Kept.before``."""

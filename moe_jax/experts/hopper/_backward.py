@@ -6,8 +6,9 @@
 Nothing but the call's own arguments is kept from the forward pass; where ``MoEConfig.keep_hidden`` asks for it, gate
 and up are kept as well, and the backward pass begins at g W2. Rows are multiplied with their router weights after
 g W2, so that the product with the hidden rows gives the gradient of these weights, and the experts' outputs are not
-computed again. Products have operands of the layer's dtype and float32 sums. Rows in the gaps between experts are
-zeros: the sums over an expert's rows run over whole tiles.
+computed again: at once, or beside frozen quantized weights in the sum over the experts of a token. Products have
+operands of the layer's dtype and float32 sums. Rows in the gaps between experts are zeros where sums over an expert's
+rows are asked for, which run over whole tiles.
 
 Weights in kernel layout, and plain ones of 8 bits, are dequantized inside of the kernels that multiply, and the
 activation's derivative follows g W2 in its kernel. Other quantized weights are dequantized to the layer's dtype once
@@ -211,7 +212,9 @@ class _Gradient:
         call, weights, config, kernels = self.call, self.call.weights, self.call.config, self.call.kernels
         rows, products, tiles = call.rows, call.products, call.rows.tiles
         w13_addend, w2_addend = call.w13_addend, call.w2_addend
-        g_rows, of_rows = call.moved(g), rows.of_pairs(self.topk_weights)
+        g_rows, of_rows, of_pairs = call.moved(g), None, self.topk_weights
+        if call.weighs_rows:
+            of_rows, of_pairs = rows.of_pairs(of_pairs), jnp.ones_like(of_pairs)
         quantized_w2 = None if call.operands is None else call.operands[1]
         if pulls_activation(config, weights, quantized_w2) and (quantized_w2 is None or not call.has_sums):
             before, has_weighted = call.before, bool(wants_weights.w2.data)
@@ -253,8 +256,7 @@ class _Gradient:
                 parts = [products.pulled_rows(pulled_before.before_bar)]
                 if w13_addend is not None:
                     parts.append(w13_addend.pulled(pulled_before.gate_up_bar).rows())
-                ones = jnp.ones(tiles.row_of.shape, jnp.float32)
-                x_bar = rows.sum_of_tokens(parts, ones, call.x.dtype)
+                x_bar = rows.sum_of_tokens(parts, of_pairs, call.x.dtype)
         biases = dict.fromkeys(("w13_bias", "w2_bias"))
         if wants_weights.w13_bias:
             own = weights.w13_bias
@@ -265,6 +267,7 @@ class _Gradient:
             wide_g = g_rows.astype(jnp.float32)
             row_bar = row_bar + jnp.sum(wide_g * rows.of_experts(weights.w2_bias.astype(jnp.float32)), axis=1)
             if wants_weights.w2_bias:
+                assert of_rows is not None
                 total = rows.sum_of_experts(wide_g * of_rows[:, None])
                 biases["w2_bias"] = total.astype(weights.w2_bias.dtype)
         if wants_topk:
@@ -276,15 +279,21 @@ class _Gradient:
 
 
 def _pulled_by_xla(
-    config: MoEConfig, wide: Array, hidden_bar: Array, of_rows: Array, products: _Products
+    config: MoEConfig, wide: Array, hidden_bar: Array, of_rows: Array | None, products: _Products
 ) -> PulledBefore:
-    """wide: (Mp, G, I) float32, gate and up. hidden_bar: (Mp, I) float32, before it is multiplied with ``of_rows``."""
+    """wide: (Mp, G, I) float32, gate and up. hidden_bar: (Mp, I) float32, before it is multiplied with ``of_rows``;
+    None for ones.
+    """
     hidden, pull = jax.vjp(lambda h: apply_activation(h, config), wide)
-    (wide_bar,) = pull(hidden_bar * of_rows[:, None])
+
+    def weighted(values: Array) -> Array:
+        return values if of_rows is None else values * of_rows[:, None]
+
+    (wide_bar,) = pull(weighted(hidden_bar))
     wide_bar = wide_bar.astype(config.dtype)
     return PulledBefore(
         products.in_columns(wide_bar),
         jnp.sum(hidden * hidden_bar, axis=1),
         wide_bar.reshape(wide_bar.shape[0], -1),
-        (hidden * of_rows[:, None]).astype(config.dtype),
+        weighted(hidden).astype(config.dtype),
     )

@@ -116,8 +116,9 @@ def pulls_activation(config: MoEConfig, weights: ExpertWeights, w2: PackedWeight
 class PulledBefore:
     """What the activation's derivative gives; the last two where gradients of weights or adapters need them.
 
-    before_bar: cotangent of gate and up in the columns of the products. row_bar: (Mp,) float32, of the rows' router
-    weights. gate_up_bar: (Mp, G * I), gate, then up. weighted: (Mp, I), hidden rows times their router weights.
+    before_bar: cotangent of gate and up in the columns of the products, times the rows' router weights where these were
+    given. row_bar: (Mp,) float32, of the router weights. gate_up_bar: (Mp, G * I), as before_bar, gate, then up.
+    weighted: (Mp, I), hidden rows times their router weights.
     """
 
     before_bar: Array
@@ -143,15 +144,14 @@ class QuantizedProducts:
     def pulled_hidden(self, g: Array) -> Array:
         return grouped_dgrad(g, self.operands[1], tile_rows=self.tile_rows, **self._of_tiles)
 
-    def pulled_before(self, g: Array, before: Array, row_weights: Array, *, has_weighted: bool) -> PulledBefore:
-        assert not has_weighted, "matrices have no gradient"
+    def pulled_before(self, g: Array, before: Array, row_weights: Array | None, *, has_weighted: bool) -> PulledBefore:
+        assert row_weights is None and not has_weighted, "only sums over rows need weighted ones"
         before_bar, row_bar = grouped_dgrad(
             g,
             self.operands[1],
             tile_rows=self.tile_rows,
             activation=resolve_activation(self.config),
             before=before,
-            row_weights=row_weights,
             **self._of_tiles,
         )
         return PulledBefore(before_bar, row_bar)
@@ -251,7 +251,8 @@ class DenseProducts:
     def pulled_hidden(self, g: Array) -> Array:
         return self._product(g, self._dense.w2.data, transposes_w=True)
 
-    def pulled_before(self, g: Array, before: Array, row_weights: Array, *, has_weighted: bool) -> PulledBefore:
+    def pulled_before(self, g: Array, before: Array, row_weights: Array | None, *, has_weighted: bool) -> PulledBefore:
+        assert row_weights is not None, "as AlignedCall.weighs_rows has it"
         before_bar, row_bar, weighted = grouped_gemm_pull(
             g,
             self._dense.w2.data,

@@ -30,14 +30,13 @@ def grouped_dgrad(
     tile_rows: jax.Array | None = None,
     activation: Activation | None = None,
     before: jax.Array | None = None,
-    row_weights: jax.Array | None = None,
     config: DgradConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
     """The gradient of the rows of a grouped GEMM with quantized weights: dy W[e], W[e] dequantized to dy's dtype.
 
     No matrix is written to global memory. With an activation, what it was given has the gradient: the product is the
-    cotangent of the hidden rows before they are multiplied with ``row_weights``.
+    cotangent of the hidden rows. All of it is linear in dy, so a row's router weight can multiply what comes of it.
 
     Args:
         dy: (Mp, N) of ``w.fmt.operand``, gradients of the product's rows.
@@ -49,13 +48,12 @@ def grouped_dgrad(
         activation: of the product before, whose N is K here.
         before: (Mp, G * K) of dy's dtype, what the activation was given, blocks of 64 columns of each projection in
             turn, beside plain weights one projection after the other; exactly with ``activation``.
-        row_weights: (Mp,) float32, the router weight of each row; exactly with ``activation``.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
     Returns (Mp, K) of dy's dtype. With an activation the cotangent of ``before``, in its layout, and (Mp,) float32, the
-    sum over K of hidden value times product, which is the gradient of the row's weight. Rows of tiles from num_tiles
-    on, and rows past tile_rows, are unspecified.
+    sum over K of hidden value times product, which is the gradient of the row's router weight. Rows of tiles from
+    num_tiles on, and rows past tile_rows, are unspecified.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
@@ -63,21 +61,20 @@ def grouped_dgrad(
     rows = _check_rows("dy", dy, w, w.n, tile_expert, num_tiles, tile_rows)
     if isinstance(w, PackedWeights) and w.projections != 1:
         raise ValueError(f"w has {w.projections} projections, expected 1: see stacked_projections")
-    if (activation is None) != (before is None) or (activation is None) != (row_weights is None):
-        raise ValueError("before and row_weights are given exactly with an activation")
+    if (activation is None) != (before is None):
+        raise ValueError("before is given exactly with an activation")
     desc = describe_dgrad(rows, w, activation, has_tile_rows=tile_rows is not None)
-    if before is not None and row_weights is not None:
-        check_before(before, row_weights, (rows, desc.projections * w.k), dy.dtype)
+    if before is not None:
+        check_before(before, (rows, desc.projections * w.k), dy.dtype)
 
-    given = dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows)
-    given |= dict(before=before, row_weights=row_weights)
+    given = dict(dy=dy, tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows, before=before)
 
     def hopper() -> Any:
         found = _run_hopper(desc, config, w, given)
         return found if activation is None else (found[0], found[1].sum(axis=0))
 
     def reference() -> Any:
-        return grouped_dgrad_ref(desc, dy, w, tile_expert, num_tiles, before=before, row_weights=row_weights)
+        return grouped_dgrad_ref(desc, dy, w, tile_expert, num_tiles, before=before)
 
     return first_that_runs("grouped_dgrad", dict(hopper=hopper, reference=reference), implementation)
 

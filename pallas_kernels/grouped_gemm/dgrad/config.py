@@ -162,8 +162,8 @@ def operand_names(desc: DgradDesc, config: DgradConfig) -> list[str]:
 
     dy (rows, depth); w (B, K / 64, *block_shape) i32, plain (E * N, K); tile_expert (tiles,) i32; num_tiles (1,) i32;
     scale, zero (B, groups, 64), of plain weights scale (B, groups, COPIES_OF_SCALE); channel_scale (B, 64) f32;
-    tile_rows (tiles,) i32; first_tile (tiles,) i32; before (rows, G * K); row_weights (rows,) f32. With pairs of
-    neighbours these tiles are ``pairs.tile_pairs``.
+    tile_rows (tiles,) i32; first_tile (tiles,) i32; before (rows, G * K). With pairs of neighbours these tiles are
+    ``pairs.tile_pairs``, and num_tiles is (tiles,).
     """
     is_paired = config.neighbours > 1
     names = ["dy", "w", "tile_expert", "num_tiles"]
@@ -172,7 +172,7 @@ def operand_names(desc: DgradDesc, config: DgradConfig) -> list[str]:
     names += ["channel_scale"] if desc.has_channel_scale else []
     names += ["tile_rows"] if desc.has_tile_rows or is_paired else []
     names += ["first_tile"] if is_paired else []
-    names += ["before", "row_weights"] if desc.activation is not None else []
+    names += ["before"] if desc.activation is not None else []
     return names
 
 

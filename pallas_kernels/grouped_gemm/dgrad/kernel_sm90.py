@@ -28,8 +28,8 @@ other one. So these weights pass through shared memory, where wgmma reads 16 bit
 while the others multiply: 16,384 numbers for a step that takes the tensor cores about 1,000 clocks, of a pair 8,192.
 
 The derivative of an activation: the sums are cotangents of hidden values. A piece of 64 columns at a time, what the
-activation was given comes by TMA into before[consumer], and goes out as its own cotangent, times the row's weight. Sums
-over the columns of a tile of hidden value times cotangent go to an output of their own.
+activation was given comes by TMA into before[consumer], and goes out as its own cotangent. Sums over the columns of a
+tile of hidden value times cotangent go to an output of their own.
 """
 
 import dataclasses
@@ -432,7 +432,6 @@ def _store_pulled(cta: _Cta, tile: Tile, sums: list[Value]) -> None:
     assert desc.activation is not None
     for unit, of_unit in enumerate(sums):
         rows, total = _rows(cta, tile, unit), None
-        weights = mosaic.load(cta.operands["row_weights"].at[rows], layout=mosaic.ROWS, optimized=False)
         for piece in range(config.pieces):
             plgpu.barrier_wait(scratch["before_full"].at[own])
             given = [
@@ -444,7 +443,7 @@ def _store_pulled(cta: _Cta, tile: Tile, sums: list[Value]) -> None:
             if following < len(sums) * config.pieces:
                 _load_before(cta, tile, following)
             product = _piece(cta, of_unit, piece)
-            of_piece, _, bars = pulled(desc.activation, given, product, weights, accumulator_math_sm90.sigmoid)
+            of_piece, _, bars = pulled(desc.activation, given, product, None, accumulator_math_sm90.sigmoid)
             total = of_piece if total is None else total + of_piece
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for projection, bar in enumerate(bars):

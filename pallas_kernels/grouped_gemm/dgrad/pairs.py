@@ -1,7 +1,10 @@
 """Pairs of neighbouring tiles of one expert, each of which one CTA multiplies with the numbers that it converts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def tile_pairs(
@@ -10,34 +13,36 @@ def tile_pairs(
     """The table of pairs, as the kernel's operands are named.
 
     The tiles of an expert are neighbours, as ``align`` makes them; from the first on, two and two are a pair. Where an
-    expert has its tiles in several places, each place has pairs of its own.
+    expert has its tiles in several places, each place has pairs of its own. Pairs of two tiles come first, then those
+    of one, which take less time: CTAs take pairs by turns, and in this order each gets as many of either kind.
 
     Args: as ``grouped_dgrad`` has them; tile_rows: None where all rows of the tiles are in use.
 
-    Returns, with P the number of tiles, which pairs do not exceed:
-        first_tile: (P,) int32. tile_expert: (P,) int32, the expert. tile_rows: (P,) int32, rows from the first tile's
-        start on that hold those in use, 0 to 2 * block_m. num_tiles: (1,) int32, number of pairs. Entries from this
-        number on are unspecified.
+    Returns (P,) int32 each, with P the number of tiles, which pairs do not exceed:
+        first_tile. tile_expert: the expert. tile_rows: rows from the first tile's start on that hold those in use, 0 to
+        2 * block_m. num_tiles: at 0 the number of pairs. Other entries from this number on are unspecified.
     """
-    # Compared with one another, tiles need no scan and no sort: XLA makes one kernel of each of three reductions.
+    # Compared with one another, tiles need no scan and no sort. XLA makes a kernel of each of three reductions, and for
+    # some numbers of tiles one of what they compare.
     tiles, count = tile_expert.shape[0], num_tiles.reshape(())
     index = jnp.arange(tiles, dtype=jnp.int32)
     is_first = (index == 0) | (tile_expert != jnp.roll(tile_expert, 1))  # of a run of tiles of one expert
+    is_last = jnp.roll(is_first, -1) | (index + 1 >= count)
     is_before = index[None, :] <= index[:, None]
     run = jnp.max(jnp.where(is_before & is_first[None, :], index[None, :], 0), axis=1)
     place = (index - run) & 1  # in the pair
     opens = (place == 0) & (index < count)
-    pair = jnp.sum(is_before & opens[None, :], axis=1, dtype=jnp.int32) - 1
-    is_own = (pair[None, :] == index[:, None]) & (index < count)[None, :]
+    order = jnp.where((place == 0) & is_last, index + tiles, index)
+    is_before = (order[None, :] <= order[:, None]) & opens[None, :]
+    pair = jnp.where(index < count, jnp.sum(is_before, axis=1, dtype=jnp.int32) - 1, -1)
     rows = jnp.full((tiles,), block_m, jnp.int32) if tile_rows is None else tile_rows
     ends = jnp.where(rows > 0, place * block_m + rows, 0)
+    is_own = pair[None, :] == index[:, None]
+    columns = [jnp.where(is_own, values[None, :], 0) for values in (index - place, tile_expert, ends)]
+    columns.append(jnp.broadcast_to(pair + 1, is_own.shape))
 
-    def of_pair(values: jax.Array) -> jax.Array:
-        return jnp.max(jnp.where(is_own, values[None, :], 0), axis=1)
+    def largest(ones: Any, others: Any) -> Any:
+        return [lax.max(one, other) for one, other in zip(ones, others, strict=True)]
 
-    return dict(
-        first_tile=of_pair(index - place),
-        tile_expert=of_pair(tile_expert),
-        tile_rows=of_pair(ends),
-        num_tiles=pair[-1:] + 1,
-    )
+    found = lax.reduce(columns, [jnp.int32(0)] * len(columns), largest, [1])  # at once: one kernel, not three
+    return dict(zip(("first_tile", "tile_expert", "tile_rows", "num_tiles"), found, strict=True))

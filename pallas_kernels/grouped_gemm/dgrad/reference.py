@@ -19,7 +19,6 @@ def grouped_dgrad_ref(
     num_tiles: jax.Array,
     *,
     before: jax.Array | None = None,
-    row_weights: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What ``desc`` describes, tile by tile in float32; rows of tiles from num_tiles on are zero."""
     wide = packed.dequantized(w) if isinstance(w, PackedWeights) else plain.dequantized(w)
@@ -37,10 +36,10 @@ def grouped_dgrad_ref(
     sums = lax.map(one_tile, jnp.arange(tiles, dtype=jnp.int32)).reshape(desc.rows, desc.width)
     if desc.activation is None:
         return sums.astype(desc.dtype)
-    assert before is not None and row_weights is not None
+    assert before is not None
     size = desc.k if desc.is_plain else UNIT  # columns of a projection that lie together
     blocks = before.astype(jnp.float32).reshape(desc.rows, -1, desc.projections, size)
     given = [blocks[:, :, projection].reshape(sums.shape) for projection in range(desc.projections)]
-    bars, hidden = pulled_ref(desc.activation, given, sums, row_weights)
+    bars, hidden = pulled_ref(desc.activation, given, sums)
     together = jnp.stack([bar.reshape(desc.rows, -1, size) for bar in bars], axis=2)
     return together.reshape(before.shape).astype(desc.dtype), (hidden * sums).sum(axis=1)

@@ -298,13 +298,17 @@ def test_nothing_is_added_up_by_a_scatter():
 
 @pytest.mark.parametrize(("reads_packed", "expected"), [(True, 7), (False, 9)])
 def test_launches_with_weights_in_kernel_layout(reads_packed, expected):
-    """As many as an unquantized layer's gradient by x takes; two more where a kernel dequantizes each matrix first."""
+    """As many as an unquantized layer's gradient by x takes; two more where a kernel dequantizes each matrix first.
+    Beside packed weights ``combine`` multiplies with router weights: no scatter moves them to rows.
+    """
     layer, x, topk_weights, ids, _ = arguments(300, "ragged, one expert empty", scheme="w4a16_g128")
     weights = to_kernel_layout(layer.weights.get_value(), layer.config)
     static = Static(layer.config, jnp.dtype("float32"), reads_packed=reads_packed)
 
+    gradient = jax.grad(lambda x: differentiable(static, x, topk_weights, ids, weights).sum())
     with on_hopper():
-        assert launches(jax.grad(lambda x: differentiable(static, x, topk_weights, ids, weights).sum()), x) == expected
+        assert launches(gradient, x) == expected
+        assert ("scatter[" in str(jax.make_jaxpr(gradient)(x))) != reads_packed
 
 
 PLAIN_SCHEMES = ("fp8_channel", "fp8_tensor", "fp8_block", "int8_w8a8")

@@ -390,14 +390,13 @@ def _dgrad_call(desc: DgradDesc, config: DgradConfig) -> tuple[Any, tuple[Shape,
         dy=((desc.rows, desc.depth), desc.dtype),
         w=((desc.num_experts * desc.n, desc.k) if desc.is_plain else words, desc.stored_dtype),
         tile_expert=(tiles, "int32"),
-        num_tiles=((1,), "int32"),
+        num_tiles=(tiles if config.neighbours > 1 else (1,), "int32"),
         scale=((blocks, desc.groups, COPIES_OF_SCALE if desc.is_plain else 64), desc.scale_dtype),
         zero=((blocks, desc.groups, 64), desc.dtype),
         channel_scale=((blocks, 64), "float32"),
         tile_rows=(tiles, "int32"),
         first_tile=(tiles, "int32"),
         before=((desc.rows, desc.projections * desc.k), desc.dtype),
-        row_weights=((desc.rows,), "float32"),
     )
     run, names = grouped_dgrad_sm90(desc, config), operand_names(desc, config)
     return lambda *arrays: run(dict(zip(names, arrays, strict=True))), tuple(shapes[name] for name in names)

@@ -93,11 +93,10 @@ def make_pull(
     count = 2 if activation.is_gated else 1
     size = k if kind in PLAIN_KINDS else 64  # columns of a projection that lie together
     given = rng.standard_normal((rows, k // size, count, size), np.float32).astype(dtype)
-    weights = rng.random(rows, np.float32)
-    kwargs |= dict(activation=activation, before=jnp.asarray(given.reshape(rows, -1)), row_weights=jnp.asarray(weights))
+    kwargs |= dict(activation=activation, before=jnp.asarray(given.reshape(rows, -1)))
     given = given.astype(np.float64)
     hidden, slopes = _curve(activation, *(given[:, :, p].reshape(rows, k) for p in range(count)))
-    bars = [(sums * weights.astype(np.float64)[:, None] * slope).reshape(rows, -1, size) for slope in slopes]
+    bars = [(sums * slope).reshape(rows, -1, size) for slope in slopes]
     bar = np.stack(bars, axis=2).reshape(rows, -1)
     terms = np.sqrt(((hidden * sums) ** 2).sum(1)) + np.abs((hidden * sums).sum(1))
     return PullProblem(args, kwargs, (bar, (hidden * sums).sum(1), terms), row_expert, dtype)
