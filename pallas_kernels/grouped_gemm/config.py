@@ -168,7 +168,7 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
         staging=((config.num_consumers, *slots), desc.stored_dtype),
     )
     if desc.is_block_scaled:
-        arrays["x_scale"] = ((stages, padded(config.block_m, "float32")), "float32")
+        arrays["x_scale"] = ((stages, config.step_blocks, padded(config.block_m, "float32")), "float32")
     if desc.lhs_scale == "row":
         arrays["rows"] = ((config.block_m,), "float32")
     if desc.rhs_scale == "channel":
@@ -241,8 +241,15 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
             return f"row_chunk={config.row_chunk}: 8, 16, 32 or 64, so that chunks start on rows of a swizzle tile"
         if config.row_chunk < least_chunk(desc, config.block_m, config.block_n):
             return f"row_chunk={config.row_chunk}: that many stores of 2 x 128 columns of 16 bits spill; 32 or 64"
-    if config.step_blocks not in (1, 2, 4) or (config.step_blocks > 1 and desc.is_block_scaled):
-        return f"step_blocks={config.step_blocks}: 1, 2 or 4, and 1 where every 128 of K are scaled"
+    if config.step_blocks not in (1, 2, 4):
+        return f"step_blocks={config.step_blocks}: 1, 2 or 4"
+    if config.step_blocks > 1 and desc.is_block_scaled:
+        if not config.swap_ab:
+            return f"step_blocks={config.step_blocks} where every 128 of K are scaled: built with swap_ab alone"
+        if desc.k % config.block_k(desc):
+            return (
+                f"step_blocks={config.step_blocks}: K={desc.k} has to be whole steps where every 128 of it are scaled"
+            )
     return _cluster_error(config) or ring_error(config.num_stages, shared_memory(desc, config))
 
 

@@ -102,12 +102,12 @@ def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
     starts = range(0, desc.projections * config.block_n, min(config.block_n, piece))
     columns = [divmod(start, config.block_n) for start in starts]
 
-    def batches(slot):
+    def batches(slot, block):
         for index in range(num_pieces(desc, config)):
             yield [(scratch.x.at[slot, rows], scratch.w.at[slot, pl.ds(index * piece, piece)])]
 
-    def scales_of_rows(slot):
-        return mosaic.load(scratch.x_scale.at[slot, rows], layout=mosaic.ROWS, optimized=False)
+    def scales_of_rows(slot, block):
+        return mosaic.load(scratch.x_scale.at[slot, block, rows], layout=mosaic.ROWS, optimized=False)
 
     return smem.multiply_promoted(cta, tile, (64, piece), 1, batches, scales_of_rows, columns)
 

@@ -35,7 +35,7 @@ from pallas_kernels.grouped_gemm.epilogue_sm90 import (
     stores_under_way,
 )
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop
-from pallas_kernels.grouped_gemm.problem import GemmDesc
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
 
@@ -100,21 +100,22 @@ def _multiply(cta: CtaContext, tile: Tile) -> list[Value]:
 
 
 def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
-    """As ``_multiply``; every K step of 128 is added in float32. A consumer's 64 channels lie in one weight block."""
+    """As ``_multiply``; every 128 of K are added in float32. A consumer's 64 channels lie in one weight block."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     channels = cta.warpgroup * CHANNELS
     columns = [(projection, channels) for projection in range(desc.projections)]
 
-    def products(slot):
+    def products(slot, block):
+        depth = pl.ds(block * SCALE_GROUP, SCALE_GROUP)
         for projection in range(desc.projections):
             first = projection * config.block_n + channels
-            yield scratch.w.at[slot, pl.ds(first, CHANNELS)], scratch.x.at[slot]
+            yield scratch.w.at[slot, pl.ds(first, CHANNELS), depth], scratch.x.at[slot, :, depth]
 
-    def scales_of_rows(slot):
-        own = scratch.x_scale.at[slot, pl.ds(0, config.block_m)]
+    def scales_of_rows(slot, block):
+        own = scratch.x_scale.at[slot, block, pl.ds(0, config.block_m)]
         return mosaic.load(own, layout=mosaic.COLUMNS, optimized=False)
 
-    shape, batches = (CHANNELS, config.block_m), lambda slot: [products(slot)]
+    shape, batches = (CHANNELS, config.block_m), lambda slot, block: [products(slot, block)]
     return smem.multiply_promoted(cta, tile, shape, desc.projections, batches, scales_of_rows, columns)
 
 

@@ -44,7 +44,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
     # Of transposed weights the widest swizzle divides rows of N, as it does those of K.
     types = pipeline.scratch_arrays(shapes, dict(x=operand, w=operand, staging=stored))
-    arrivals = config.block_m // config.rows_moved + desc.is_block_scaled + copies
+    arrivals = config.block_m // config.rows_moved + desc.is_block_scaled * config.step_blocks + copies
     types["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     if config.cluster == 1:
         types["empty"] = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
@@ -118,8 +118,10 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
     def load(k, depth, slot):
         load_rows(depth, slot)
         if desc.is_block_scaled:
-            own = scratch.x_scale.at[slot, pl.ds(0, config.block_m)]
-            plgpu.copy_gmem_to_smem(operands["x_scale"].at[k, rows], own, scratch.full.at[slot])
+            for block in range(config.step_blocks):
+                own = scratch.x_scale.at[slot, block, pl.ds(0, config.block_m)]
+                scales = operands["x_scale"].at[k * config.step_blocks + block, rows]
+                plgpu.copy_gmem_to_smem(scales, own, scratch.full.at[slot])
         load_weights(depth, slot)
 
     def load_step(k):
@@ -175,11 +177,11 @@ def multiply_promoted(
     tile: Tile,
     shape: tuple[int, int],
     number: int,
-    batches: Callable[[Scalar], Iterable[Iterable[Product]]],
-    scales_of_rows: Callable[[Scalar], Value],
+    batches: Callable[[Scalar, int], Iterable[Iterable[Product]]],
+    scales_of_rows: Callable[[Scalar, int], Value],
     columns: Sequence[tuple[int, Scalar]],
 ) -> list[Value]:
-    """float32 sums over all of K of products that are scaled after every K step of 128.
+    """float32 sums over all of K of products that are scaled after every 128 of it, a block of a K step.
 
     The products of a batch are in flight together. Waiting for each batch on a barrier of its own also keeps ptxas from
     issuing the next one before this one is added, which needs more registers than there are.
@@ -187,23 +189,20 @@ def multiply_promoted(
     Args:
         shape: of one product; it consists of equal parts side by side, which have one weight scale each.
         number: products of a batch.
-        batches: slot -> batches of operands.
-        scales_of_rows: slot -> the activation scales, in layout ROWS or COLUMNS as rows lie in the products.
+        batches: (slot, block) -> batches of operands; one batch where a K step has several blocks.
+        scales_of_rows: (slot, block) -> the activation scales, in layout ROWS or COLUMNS as rows lie in the products.
         columns: (projection, first column of the tile) of each part, in the order of the products.
 
     Returns the sums of each part.
     """
-    desc, scratch = cta.desc, cta.scratch
-    width = shape[1] if cta.config.swap_ab else min(shape[1], cta.config.block_n)
-    axis = 1 if cta.config.swap_ab else 0
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
+    width = shape[1] if config.swap_ab else min(shape[1], config.block_n)
+    axis = 1 if config.swap_ab else 0
 
-    def one_step(k, slot, sums):
-        factors = [_block_scale(cta, tile, *column, k) for column in columns]
-        sums, last = list(sums), num_pieces(desc, cta.config) - 1
-        plgpu.barrier_wait(scratch.full.at[slot])
-        row_scales = scales_of_rows(slot)
-        first = 0
-        for index, products in enumerate(batches(slot)):
+    def one_block(slot, block, factors, sums):
+        row_scales = scales_of_rows(slot, block)
+        first, last = 0, num_pieces(desc, config) - 1
+        for index, products in enumerate(batches(slot, block)):
             if index:
                 plgpu.barrier_wait(full_barrier(cta, slot, index, last + 1))
 
@@ -213,10 +212,11 @@ def multiply_promoted(
                 return [accumulator[...] for accumulator in fresh]
 
             values = pl.run_scoped(issue, *[mosaic.Accumulator(shape, jnp.float32)] * number)
-            if index == last and cta.config.cluster > 1:
+            is_over = index == last and block == config.step_blocks - 1
+            if is_over and config.cluster > 1:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(scratch.empty.at[slot])
-            elif index == last:
+            elif is_over:
                 mosaic.release(scratch.empty.at[slot])
             if width < shape[1]:
                 values = [value[:, start : start + width] for value in values for start in range(0, shape[1], width)]
@@ -225,6 +225,14 @@ def multiply_promoted(
             for value, scale in zip(values, scales, strict=True):
                 sums[first] = sums[first] + value * scale
                 first += 1
+
+    def one_step(k, slot, sums):
+        of_blocks = [k * config.step_blocks + block for block in range(config.step_blocks)]
+        factors = [[_block_scale(cta, tile, *column, index) for column in columns] for index in of_blocks]
+        sums = list(sums)
+        plgpu.barrier_wait(scratch.full.at[slot])
+        for block, own in enumerate(factors):
+            one_block(slot, block, own, sums)
         return tuple(sums)
 
     initial = (pipeline.zeros((shape[0], width)),) * len(columns)

@@ -116,6 +116,21 @@ def test_swap_ab_large_m_routings(kind, routing, block_n):
     check(kind, ROUTINGS[routing], GemmConfig(144, block_n, 3, swap_ab=True), k=2880, n=208, bias="float32")
 
 
+@pytest.mark.parametrize("gated", [{}, GATED], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(8, 64, 2, swap_ab=True, step_blocks=4),
+        GemmConfig(16, 128, 3, swap_ab=True, step_blocks=2),
+        GemmConfig(24, 64, 5, num_sms=5, swap_ab=True, step_blocks=2),
+        GemmConfig(96, 128, 2, swap_ab=True, step_blocks=2),
+    ],
+    ids=str,
+)
+def test_block_scales_in_steps_of_several_blocks(config, gated):
+    check("fp8_block", [3, 40, 0, 97, 1, 64], config, k=1024, n=704, padding=np.nan, **gated)
+
+
 def test_bits_of_large_m_tiles_repeat():
     problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, **GATED)
     own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, swap_ab=True)
