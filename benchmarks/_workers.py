@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 # Memory is taken as it is needed: several processes share a GPU.
 ENVIRONMENT = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -41,9 +41,12 @@ def run_all(
             worker.kill()
 
 
-def lines_of(command: list[str], limit: float) -> Iterator[str]:
-    """What a process says by ``emit``, as it says it; killed after ``limit`` seconds. A failure is the last line."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+def lines_of(command: list[str], limit: float, environment: Mapping[str, str] = ENVIRONMENT) -> Iterator[str]:
+    """What a process says by ``emit``, as it says it; killed after ``limit`` seconds.
+
+    A failure is the last line: "WRONG ", how it ended, the command's last word, and its last lines.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     timer = threading.Timer(limit, process.kill)
     timer.start()
     assert process.stdout is not None
@@ -63,6 +66,13 @@ def lines_of(command: list[str], limit: float) -> Iterator[str]:
 def emit(line: str) -> None:
     """Say a line to the process that waits in ``lines_of``."""
     print("| " + line, flush=True)
+
+
+def say(line: str, out: TextIO) -> None:
+    """Print a line and write it to the file, at once."""
+    print(line, flush=True)
+    out.write(line + "\n")
+    out.flush()
 
 
 def in_turns(way: Callable[..., Any], calls: int, n: Any, q: Any, *rest: Any) -> Any:

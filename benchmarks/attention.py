@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from _workers import emit, in_turns, lines_of, microseconds
+from _workers import emit, in_turns, lines_of, microseconds, say
 
 from pallas_kernels.attention.config import PrefillConfig
 
@@ -85,11 +85,6 @@ def main() -> None:
     began, failed = time.time(), set()
     with open(options.out, "w") as out:
 
-        def say(line: str) -> None:
-            print(line, flush=True)
-            out.write(line + "\n")
-            out.flush()
-
         def run(kind: str, argument: Any, limit: float) -> Iterator[str]:
             yield from lines_of([sys.executable, __file__, "--out", "-", "--worker", kind, json.dumps(argument)], limit)
 
@@ -99,15 +94,15 @@ def main() -> None:
             with concurrent.futures.ThreadPoolExecutor(options.at_once) as pool:
                 for job, lines in zip(jobs, pool.map(lambda job: list(run("check", job, 60)), jobs), strict=True):
                     for line in lines:
-                        say(f"{job[0]:8s} {job[1]:9s} {line}")
+                        say(f"{job[0]:8s} {job[1]:9s} {line}", out)
                     if not lines or any("WRONG" in line for line in lines):
                         failed.add(json.dumps([job[0], job[2]]))
-            say(f"# checks took {time.time() - began:.0f} s; failed: {sorted(failed)}")
+            say(f"# checks took {time.time() - began:.0f} s; failed: {sorted(failed)}", out)
         if not options.skip_times:
             left = max(options.seconds - (time.time() - began), 20)
             argument = dict(only=options.only, beside=options.beside, seconds=left - 3, failed=sorted(failed))
             for line in run("times", argument, left):
-                say(line)
+                say(line, out)
         say(f"# {time.time() - began:.0f} s")
 
 

@@ -20,7 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from _workers import emit, in_turns, lines_of, microseconds
+from _workers import emit, in_turns, lines_of, microseconds, say
 
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, DecodeForm, choose_config, config_error
 
@@ -174,9 +174,7 @@ def main() -> None:
                         line = lines.get(timeout=0.2)
                     except queue.Empty:
                         continue
-                    print(line, flush=True)
-                    out.write(line + "\n")
-                    out.flush()
+                    say(line, out)
             out.write(f"# {time.time() - began:.0f} s after {kind}\n")
 
 

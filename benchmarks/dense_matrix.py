@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _timing import READ_GBPS, header, time_in_jit
+from _workers import say
 
 from moe_jax.experts._matrix import in_best_matrix_layout, multiply
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for, scheme_per_token
@@ -26,14 +27,15 @@ SHAPES = ((4096, 2048), (512, 2048), (2048, 4096), (576, 7168), (24576, 1536), (
 SCHEMES = ("fp8_block", "fp8_channel", "int8_w8a8", "w4a16_g128", "nvfp4_dynamic", "mxfp4")
 
 
-def matrix_of(name: str, n: int, k: int) -> QuantizedMatrix:
-    scheme = scheme_per_token(Scheme.parse(name))
-    w = jax.random.normal(jax.random.key(0), (n, k), jnp.float32) * k**-0.5
+def random_matrix(scheme: Scheme, n: int, k: int, key: Any) -> QuantizedMatrix:
+    """(n, k) of variance 1/K, of this scheme as matrices outside the experts have it."""
+    scheme = scheme_per_token(scheme)
+    w = jax.random.normal(key, (n, k), jnp.float32) * k**-0.5
     return QuantizedMatrix(method_for(scheme).quantize_matrix(w), scheme)
 
 
 def measured(name: str, shape: tuple[int, int], num_tokens: int) -> dict[str, Any]:
-    plain = matrix_of(name, *shape)
+    plain = random_matrix(Scheme.parse(name), *shape, jax.random.key(0))
     held = in_best_matrix_layout(plain, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(1), (num_tokens, shape[1]), jnp.bfloat16)
     by = functools.partial(multiply, out_dtype=jnp.bfloat16)
@@ -63,21 +65,15 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=(1, 16, 64, 2048))
     options = parser.parse_args()
     with open(options.out, "a") as file:
-
-        def say(line: Any) -> None:
-            text = line if isinstance(line, str) else json.dumps(line)
-            print(text, flush=True)
-            file.write(text + "\n")
-            file.flush()
-
-        say(header())
+        say(header(), file)
         for name in options.schemes:
             for shape in SHAPES:
                 for num_tokens in options.tokens:
                     try:
-                        say(measured(name, shape, num_tokens))
+                        cell = measured(name, shape, num_tokens)
                     except Exception as error:  # one failure must not end the run
-                        say(dict(scheme=name, shape=list(shape), tokens=num_tokens, failed=str(error)[:300]))
+                        cell = dict(scheme=name, shape=list(shape), tokens=num_tokens, failed=str(error)[:300])
+                    say(json.dumps(cell), file)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 from _locks import locked, making
 from _timing import header, time_in_loop
+from _workers import ENVIRONMENT
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import moe_jax
@@ -367,11 +368,10 @@ def run_groups(args: argparse.Namespace, report: Callable[[dict], None]) -> None
 
 def run_jobs(args: argparse.Namespace, report: Callable[[dict], None]) -> None:
     """The groups in ``args.jobs`` processes; their cells as they come."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--lock", f"{folder}/lock"]
         workers = [
-            subprocess.Popen([*command, "--share", str(i), str(args.jobs)], env=environment, stdout=subprocess.PIPE)
+            subprocess.Popen([*command, "--share", str(i), str(args.jobs)], env=ENVIRONMENT, stdout=subprocess.PIPE)
             for i in range(args.jobs)
         ]
         with selectors.DefaultSelector() as waiting:

@@ -23,7 +23,7 @@ import argparse
 import dataclasses
 import functools
 import json
-import subprocess
+import os
 import sys
 import threading
 import time
@@ -39,6 +39,8 @@ from _hlo import launches, outside_the_experts
 from _model_configs import MODELS
 from _timing import header
 from _trace import NO_COMMAND_BUFFERS, by_name, traced
+from _workers import emit, lines_of
+from dense_matrix import random_matrix
 from flax import nnx
 from moe_layer import scheme_named
 
@@ -48,7 +50,7 @@ from moe_jax.models._compiled import merge_model, split_model
 from moe_jax.models._layers import Linear
 from moe_jax.models.attention._choice import ORDERS
 from moe_jax.nn import QuantizedParam
-from moe_jax.quantization import QuantizedMatrix, Scheme, method_for, scheme_per_token
+from moe_jax.quantization import Scheme
 
 CASES = "qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,qwen3-30b-a3b:bf16,mixtral-8x7b:fp8_channel"
 CASES += ",mixtral-8x7b:w4a16_g128,gpt-oss-20b:mxfp4_a16,gpt-oss-120b:mxfp4_a16,deepseek-v3:fp8_block"
@@ -102,9 +104,7 @@ def build(name: str, scheme: str, options: Any) -> Any:
 
 def quantize(module: Linear, scheme: Scheme, dtype: Any, key: Any) -> None:
     """Give a Linear random weights of this scheme, as loading leaves them."""
-    kept, (n, k) = scheme_per_token(scheme), module.weight.shape
-    weight = jax.random.normal(key, (n, k), jnp.float32) * k**-0.5
-    matrix = QuantizedMatrix(method_for(kept).quantize_matrix(weight), kept)
+    matrix = random_matrix(scheme, *module.weight.shape, key)
     module.dtype = jnp.dtype(dtype)
     module.weight = QuantizedParam(in_best_matrix_layout(matrix, dtype), eager_sharding=False)
 
@@ -312,12 +312,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := [name for name in options.profile.split(",") if name and name not in known]:
         parser.error(f"--profile: {unknown[0]!r} is none of the calls, {', '.join(known)}")
     if options.worker:
-        measure(*options.cases[0].split(":"), options, lambda cell: print("| " + json.dumps(cell), flush=True))
+        measure(*options.cases[0].split(":"), options, lambda cell: emit(json.dumps(cell)))
         return 0
     began = time.monotonic()
     print(f"# {options.layers} layers", flush=True)
     cells: list[dict[str, Any]] = []
-    failures: list[str] = []
+    has_failed = False
     for case in options.cases:
         left = options.seconds - (time.monotonic() - began)
         if left <= 0:
@@ -330,33 +330,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         arguments += [f"--profile={options.profile}", f"--dense={options.dense}", f"--threads={options.threads}"]
         arguments += [f"--vocabulary={options.vocabulary}"]
-        arguments += [f"--cases={case}", f"--seconds={left}", "--worker"]
         arguments += [f"--{flag}" for flag in ("tiny", "whole") if getattr(options, flag)]
-        for cell in _said([sys.executable, __file__, *arguments], left + 30, failures):
+        arguments += [f"--seconds={left}", "--worker", f"--cases={case}"]
+        # One process at a time: it takes the GPU's memory at once, unlike those of the other scripts.
+        for line in lines_of([sys.executable, __file__, *arguments], left + 30, os.environ):
+            if line.startswith("WRONG"):
+                has_failed = True
+                print(line, flush=True)
+                continue
+            cell = json.loads(line)
             cells.append(cell)
             print("\n".join(rows_of(cell, options.layers)), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(dict(layers=options.layers, cells=cells), indent=1))
     print(f"{header()}, {time.monotonic() - began:.0f} s", flush=True)
-    return int(bool(failures))
-
-
-def _said(command: list[str], limit: float, failures: list[str]) -> Any:
-    """Cells that a process says, as it says them; it is killed after ``limit`` seconds. Its failure goes to a list."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        timer = threading.Timer(limit, process.kill)
-        timer.start()
-        last: list[str] = []
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("| "):
-                yield json.loads(line[2:])
-            else:
-                last = [*last[-8:], line.rstrip()]
-        timer.cancel()
-        if process.wait():
-            failures.append(f"exit {process.returncode}: " + " / ".join(last))
-            print(failures[-1], flush=True)
+    return int(has_failed)
 
 
 if __name__ == "__main__":

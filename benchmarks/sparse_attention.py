@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from _workers import emit, lines_of
+from _workers import emit, lines_of, say
 
 # name -> rows, queries of a row, slots of the cache
 CELLS = {
@@ -47,9 +47,7 @@ def main() -> None:
                 continue
             command = [sys.executable, __file__, "--out", options.out, "--worker", name]
             for line in lines_of([*command, *(["--tiny"] if options.tiny else [])], options.limit):
-                print(line, flush=True)
-                out.write(line + "\n")
-                out.flush()
+                say(line, out)
         out.write(f"# {time.time() - began:.0f} s\n")
 
 

@@ -57,6 +57,7 @@ from _sweep_space import (
 )
 from _timing import header
 from _trace import NO_COMMAND_BUFFERS, PAUSE, per_call, split, traced
+from _workers import ENVIRONMENT
 from moe_layer import scheme_named
 from tuning_table import Times, key_of, read
 
@@ -359,14 +360,13 @@ def run(items: list[str], options: argparse.Namespace) -> None:
     for left in claims.iterdir():
         left.unlink()
     command = [sys.executable, *sys.argv, "--cells", ",".join(items), "--claims", str(claims), "--until", str(until)]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     running: list[tuple[Any, Any]] = []
     started = 0
     while time.time() < until + 30:
         while len(running) < options.jobs and time.time() < until and len(list(claims.iterdir())) < len(items):
             log = Path(f"{claims}.{started}.log").open("w+")
             started += 1
-            running.append((subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment), log))
+            running.append((subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=ENVIRONMENT), log))
             if started <= options.jobs:
                 time.sleep(0.1)
         if not running:

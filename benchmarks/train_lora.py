@@ -26,7 +26,6 @@ states with a vector, so that a layer's activations decide it; the head's weight
 import argparse
 import functools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from _model_configs import MODELS
+from _workers import ENVIRONMENT
 
 _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=2, vocab_size=512)
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, head_dim=64)
@@ -311,14 +311,13 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + options.seconds
     cells = [(side, rows) for rows in options.rows.split(",") for side in options.sides.split(",")]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     found = []
     for index, (side, rows) in enumerate(cells):
         limit = (deadline - time.monotonic()) / (len(cells) - index) * (1.5 if index + 1 < len(cells) else 1)
         command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--rows", rows]
         why = f"left out: not done within {limit:.0f} s"
         try:
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=max(limit, 1))
+            run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=max(limit, 1))
             (options.out / f"{side}_{rows}.log").write_text(run.stderr)
             why = f"failed: {(run.stderr.strip().splitlines() or [''])[-1][:300]}"
             cell = json.loads(run.stdout.strip().splitlines()[-1]) if run.returncode == 0 else None

@@ -22,6 +22,7 @@ from moe_jax.loading import LayerLoader
 from moe_jax.nn._frozen import warn_of_frozen_experts
 from moe_jax.nn._lora import ExpertLoRA
 from moe_jax.nn._moe_block import check_output, without_padding
+from moe_jax.nn._random_weights import random_experts, random_shares
 from moe_jax.nn._variables import (
     CORRECTION_BIAS,
     ExpertParams,
@@ -29,7 +30,6 @@ from moe_jax.nn._variables import (
     RoutingParam,
     WeightsVersion,
     checked_bias,
-    init_weights,
     routing_bias,
     routing_scale,
     routing_table,
@@ -220,7 +220,7 @@ class FusedMoE(Versioned):
         self.version: WeightsVersion = WeightsVersion(np.zeros((), np.int32))
         self.lora: ExpertLoRA | None = None  # moe_jax.lora gives it one
         self.weights: QuantizedParam | ExpertParams = weights_variable(
-            self._abstract_weights() if rngs is None else self._laid_out(init_weights(self.config, rngs.params()))
+            self._abstract_weights() if rngs is None else self._random_weights(rngs.params())
         )
         self.weights.name_axes(self.parallel)
 
@@ -508,6 +508,11 @@ class FusedMoE(Versioned):
         if self.parallel is None:
             return method_for(self.config.scheme).abstract_weights(self.config)
         return abstract_placed_weights(self.config, self._slots, self.parallel)
+
+    def _random_weights(self, key: jax.Array) -> ExpertWeights:
+        if self.parallel is None:
+            return random_experts(self.config, key)
+        return random_shares(self.config, key, self._slots, self.parallel)
 
     def _laid_out(self, weights: ExpertWeights) -> ExpertWeights:
         """All experts of the layer as it holds them: in shares over its mesh, or as this device reads them best."""

@@ -15,7 +15,7 @@ from moe_jax._typing import ArrayArg
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._logical import EMBED, EXPERT, MLP, TreeVariable, name_axes, state_axes
 from moe_jax.parallel._weights import leaf_specs, logical_spec
-from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor, method_for
+from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor
 
 CORRECTION_BIAS = "e_score_correction_bias"
 AXES = (EXPERT, EMBED, MLP)  # of the experts of a layer
@@ -148,16 +148,3 @@ def _array(name: str, value: Any) -> jax.Array:
         return jnp.asarray(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name}={shown(value)}, expected an array of numbers") from None
-
-
-def init_weights(config: MoEConfig, key: jax.Array) -> ExpertWeights:
-    """Normal with variance 1/K, quantized by the scheme; biases zero."""
-    e, g, h, i = config.num_experts, config.num_projections, config.hidden_size, config.intermediate_size
-    key13, key2 = jax.random.split(key)
-    w13 = jax.random.normal(key13, (e, g, i, h), jnp.float32) * h**-0.5
-    w2 = jax.random.normal(key2, (e, h, i), jnp.float32) * i**-0.5
-    method = method_for(config.scheme)
-    biases = None
-    if config.has_bias:
-        biases = (jnp.zeros((e, g, i), config.param_dtype), jnp.zeros((e, h), config.param_dtype))
-    return method.process_weights_after_loading(method.quantize_leaves(w13, w2, biases, config), config)

@@ -16,19 +16,25 @@ from moe_jax.quantization import ExpertWeights, method_for
 
 
 def lay_out(weights: ExpertWeights, config: MoEConfig, placement: Placement, parallel: ParallelConfig) -> ExpertWeights:
-    """A layer's experts, placed or all in their order, as the layer holds them: placed, and in the layout of the
-    backend that is tried first where that takes one device's share so.
-
-    Act-order columns stay plain: an empty slot and a device's part of I have groups of other sizes than the kernel's.
-    """
+    """A layer's experts, placed or all in their order, as the layer holds them: placed, and in ``share_layout``."""
     if not is_placed(weights, parallel):
         weights = place_weights(weights, config, placement, parallel)
-    fmt = config.scheme.weights
-    if not weights.w13.layout.is_plain or (fmt is not None and fmt.actorder):
+    if not weights.w13.layout.is_plain:
         return weights
-    own = share_config(config, placement, parallel)
-    backend = preferred_layout(own, method_for(own.scheme).abstract_weights(own), parallel.platform)
+    backend = share_layout(share_config(config, placement, parallel), parallel)
     return weights if backend is None else kernel_shares(backend, weights, config, placement, parallel)
+
+
+def share_layout(own: MoEConfig, parallel: ParallelConfig) -> Backend | None:
+    """The backend in whose layout a share is held: the one that is tried first, where it takes the share so.
+
+    Act-order columns stay plain: an empty slot and a device's part of I have groups of other sizes than the kernel's.
+    own: the config of a share.
+    """
+    fmt = own.scheme.weights
+    if fmt is not None and fmt.actorder:
+        return None
+    return preferred_layout(own, method_for(own.scheme).abstract_weights(own), parallel.platform)
 
 
 def kernel_shares(

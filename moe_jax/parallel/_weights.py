@@ -228,6 +228,26 @@ def out_of_slots(leaf: Leaf, placement: Placement, shape: tuple[int, ...]) -> An
     return rows[slots][tuple(slice(0, size) for size in shape)]
 
 
+def cut_expert(
+    weights: ExpertWeights, is_used: ArrayArg, rank: ArrayArg | int, own: MoEConfig, parallel: ParallelConfig
+) -> ExpertWeights:
+    """One expert, (1, ...) in layout "plain" -> the part of I that a device of the tensor axis holds, in a trace.
+
+    is_used: () bool, False for zeros, as an empty slot has them. rank: on the tensor axis. own: the config of a share.
+    """
+    target = method_for(own.scheme).abstract_weights(dataclasses.replace(own, num_experts=1))
+    slot = jnp.where(jnp.asarray(is_used), 0, -1)[None]
+
+    def cut(wanted: Leaf, leaf: ArrayArg, axis: int) -> Any:
+        if axis < 0:
+            return in_slots(jnp, leaf, slot, wanted.shape)
+        size = wanted.shape[axis]
+        padded = (*wanted.shape[:axis], size * parallel.tensor_size, *wanted.shape[axis + 1 :])
+        return jax.lax.dynamic_slice_in_dim(in_slots(jnp, leaf, slot, padded), rank * size, size, axis)
+
+    return _map_leaves(cut, target, target, weights, tensor_axes(target))
+
+
 def in_slots(module: Any, leaf: ArrayArg, slots: ArrayArg, shape: tuple[int, ...]) -> Any:
     """Rows of ``leaf`` for slots, zeros in empty ones and in the padding of the other axes. module: np or jnp."""
     rows = leaf[module.maximum(slots, 0)]
