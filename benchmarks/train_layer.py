@@ -24,7 +24,8 @@ Reported per cell: milliseconds of forward, and of forward with backward, tokens
 products' worth, whatever is computed twice), and peak memory. These are bursts after a rest. sustained_ms is a step of
 two seconds without one, with what nvidia-smi saw meanwhile: medians of watts and of the SM clock in MHz, and
 at_power_cap, the fraction of samples in which the power cap lowered the clock. --keep-hidden adds ours_kept, our layer
-with MoEConfig.keep_hidden, whose forward pass alone is that of ours: nobody differentiates it. --frozen adds our layer
+with MoEConfig.keep_hidden, whose forward pass alone is that of ours: nobody differentiates it. It does the same for
+each scheme of --frozen, and for these alone where --sides is empty. --frozen adds our layer
 with quantized weights of these schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6
 products, and backward_per_forward is the time of the backward pass as a multiple of the forward's;
 MOE_JAX_PACKED_GRADIENT=0 in the environment has quantized weights dequantized first. --trace adds the microseconds
@@ -56,7 +57,8 @@ SEEDS = dict(x=1, g=2, w13=3, w2=4)
 BURSTS, BURST_S, REST_S = 3, 0.15, 0.1
 SUSTAINED_S = 2.0  # nvidia-smi starts late, and the clock settles within a second
 LEAST_S = 12.0  # with less time left no process is started
-SIDES = ("torch", "ours", "ours_kept", "tokamax")
+KEPT = "_kept"  # behind a side whose MoEConfig.keep_hidden is set
+SIDES = ("torch", "ours", "ours" + KEPT, "tokamax")
 REPORTED = 3  # the exit code of a process that has written a line for each of its errors
 
 
@@ -192,7 +194,9 @@ def run_ours(
     return cell, compared
 
 
-def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarray], *, traces: bool) -> dict[str, Any]:
+def run_frozen(
+    scheme: str, model: str, tokens: int, routing: dict[str, np.ndarray], *, traces: bool, keep_hidden: bool = False
+) -> dict[str, Any]:
     import jax
     import jax.numpy as jnp
     from _trace import NO_COMMAND_BUFFERS, per_call, traced
@@ -202,7 +206,8 @@ def run_frozen(scheme: str, model: str, tokens: int, routing: dict[str, np.ndarr
     from moe_jax.quantization import method_for
 
     sizes = _, _, hidden, _ = SIZES[model]
-    config = moe_jax.MoEConfig(*sizes, scheme=moe_jax.Scheme.parse(scheme), implementation=("hopper",))
+    scheme_of = moe_jax.Scheme.parse(scheme)
+    config = moe_jax.MoEConfig(*sizes, scheme=scheme_of, implementation=("hopper",), keep_hidden=keep_hidden)
     abstract = method_for(config.scheme).abstract_weights(config)
     if layout_refusal(abstract, config) is None:
         abstract = jax.eval_shape(functools.partial(to_kernel_layout, config=config), abstract)
@@ -506,14 +511,15 @@ def child(side: str, model: str, counts: list[int], folder: Path, *, seconds: fl
             if side == "kernels":
                 run_kernels(model, tokens, routing, report)
                 continue
+            own, keep_hidden = side.removesuffix(KEPT), side.endswith(KEPT)
             if side == "torch":
                 cell, compared = run_torch(model, tokens, routing)
-            elif side in ("ours", "ours_kept"):
-                cell, compared = run_ours(model, tokens, routing, traces=traces, keep_hidden=side == "ours_kept")
+            elif own == "ours":
+                cell, compared = run_ours(model, tokens, routing, traces=traces, keep_hidden=keep_hidden)
             elif side == "tokamax":
                 cell, compared = run_tokamax(model, tokens, routing, known)
             else:
-                cell = run_frozen(side, model, tokens, routing, traces=traces)
+                cell = run_frozen(own, model, tokens, routing, traces=traces, keep_hidden=keep_hidden)
             if compared is not None:
                 np.savez(folder / f"{side}_{model}_{tokens}.npz", allow_pickle=False, **compared)
             report(dict(side=side, model=model, tokens=tokens, **cell))
@@ -568,7 +574,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=wholes(1), default="4096,16384")
     parser.add_argument("--seconds", type=duration, default=240, help="when to end")
     parser.add_argument("--sides", default="torch,ours", help=f"of {', '.join(SIDES)}; may be empty beside --frozen")
-    parser.add_argument("--keep-hidden", action="store_true", help="add ours_kept to the sides")
+    parser.add_argument("--keep-hidden", action="store_true", help="add ours_kept, and the same of --frozen")
     parser.add_argument("--frozen", default="", help="schemes of quantized weights")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--trace", action="store_true")
@@ -581,7 +587,7 @@ def main() -> int:
         return child(args.child, models[0], counts, args.folder, seconds=args.seconds, traces=args.trace)
     until = time.time() + args.seconds
     compared = [name for name in args.sides.split(",") if name]
-    if args.keep_hidden and "ours_kept" not in compared:
+    if args.keep_hidden and compared and "ours_kept" not in compared:
         compared.append("ours_kept")
     if unknown := [name for name in compared if name not in SIDES]:
         parser.error(f"--sides {unknown[0]!r} is none of {', '.join(SIDES)}")
@@ -590,6 +596,7 @@ def main() -> int:
         parser.error("--sides is empty, and so is --frozen; nothing to measure")
     if frozen:
         check_schemes(frozen, parser)
+        frozen += [name + KEPT for name in frozen if args.keep_hidden]
 
     def report(line: str) -> None:
         print(line, flush=True)

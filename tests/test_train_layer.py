@@ -77,11 +77,17 @@ def test_the_side_that_keeps_rows_asks_for_it(script, monkeypatch, capsys, tmp_p
         asked.append(keep_hidden)
         return dict(step_ms=1.0), dict(y=np.ones((2, 2)))
 
+    def run_frozen(scheme, *args, traces, keep_hidden):
+        asked.append((scheme, keep_hidden))
+        return {}
+
     monkeypatch.setattr(script, "run_ours", run_ours)
-    for side in ("ours", "ours_kept"):
+    monkeypatch.setattr(script, "run_frozen", run_frozen)
+    sides = ["ours", "ours_kept", "w4a16_g128", "w4a16_g128_kept"]
+    for side in sides:
         assert script.child(side, "tiny", [1], tmp_path, seconds=60, traces=False) == 0
-    assert asked == [False, True]
-    assert [json.loads(line)["side"] for line in capsys.readouterr().out.splitlines()] == ["ours", "ours_kept"]
+    assert asked == [False, True, ("w4a16_g128", False), ("w4a16_g128", True)]
+    assert [json.loads(line)["side"] for line in capsys.readouterr().out.splitlines()] == sides
 
 
 def test_steps_without_a_rest_have_their_clock_and_power(script, monkeypatch, tmp_path):
