@@ -112,11 +112,12 @@ class Taken:
     def _say_what_is_missing(self, layer: Any, parameters: Parameters) -> None:
         names, is_gated = parameters.names_of_experts(), layer.moe_config.is_act_and_mul
         missing = self.arrivals.missing(names, layer.local_num_experts, is_gated=is_gated)
+        short = self.arrivals.short()
         self.arrivals.forget()
-        if missing is not None:
-            logger.warning(
-                "moe_jax: nothing was loaded into %s: %s. It stays as vLLM made it", layer.layer_name, missing
-            )
+        for amount, parts in (("nothing", missing), ("too little", short)):
+            if parts is not None:
+                said = "moe_jax: %s was loaded into %s: %s. The rest stays as vLLM made it"
+                logger.warning(said, amount, layer.layer_name, parts)
 
     def _new(self, layer: Any, config: MoEConfig, weights: ExpertWeights) -> KernelExperts:
         experts = KernelExperts(config, weights, expert_map=layer.expert_map, gpu=self.gpu)

@@ -69,7 +69,7 @@ def test_ranks_add_up(name, split, caplog, monkeypatch):
             assert method.is_monolithic == (split == "tp")
             if split == "ep":
                 assert (layer.expert_map >= 0).nonzero().flatten().tolist() == [2 * rank, 2 * rank + 1]
-    assert "nothing was loaded" not in caplog.text
+    assert "loaded into" not in caplog.text
     _assert_close(sum(outputs), experts_float32(x, weights, ids, *values), form)
 
 
@@ -98,13 +98,31 @@ def test_what_a_checkpoint_lacks_is_said(name, without, said, caplog):
         expected = (
             []
             if said is None
-            else [f"moe_jax: nothing was loaded into {layer.layer_name}: {said}. It stays as vLLM made it"]
+            else [f"moe_jax: nothing was loaded into {layer.layer_name}: {said}. The rest stays as vLLM made it"]
         )
         assert [record.message for record in caplog.records] == expected
         reload.initialize_layerwise_reload(layer)
         load(layer, form, torch.Generator().manual_seed(2))
         reload.finalize_layerwise_reload(layer, None)
         assert len(caplog.records) == len(expected)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["bf16", "ct_fp8_channel", "ct_nvfp4"])
+def test_a_shorter_tensor_is_said(name, size, caplog):
+    """vLLM copies it to the beginning of its place. Also where each rank takes a share of it that is long enough."""
+    form = FORMATS[name]
+    with vllm_without_gpu(tp=(size, 0)), heard(caplog):
+        layer = make_layer(form.config, tp_size=size, **SIZES)
+        load(layer, form, torch.Generator().manual_seed(1))
+        parameter = next(getattr(layer, each) for each in ("w2_weight", "w2_weight_packed") if hasattr(layer, each))
+        own = parameter.data[1]
+        shorter = torch.zeros(own.shape[0] * 3 // 4, own.shape[1] * size).to(own.dtype)
+        parameter.weight_loader(parameter, shorter, "experts.1.w2_weight", shard_id="w2", expert_id=1)
+        layer.quant_method.process_weights_after_loading(layer)
+        [record] = caplog.records
+        said = f"w2_weight (w2) of expert 1, {shorter.numel()} numbers of {own.numel() * size}"
+        assert f"too little was loaded into {layer.layer_name}: {said}. The rest stays" in record.message
 
 
 @pytest.mark.parametrize("rank", [0, 1])
