@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from torch_bridge.launch import _stored
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernels import Kernel, KernelProgram
 
+_log = logging.getLogger(__name__)
 _MOST_THREADS = 16
 Job = tuple[Callable[..., Any], Sequence[Any], Any, Gpu]  # arguments of ``Programs.make``
 
@@ -82,9 +84,11 @@ def _load(kernel: Kernel, device: torch.device) -> Any:
 
 
 class _FirstAlone:
-    """Calls from many threads, of which none begins before the first one has ended.
+    """Calls from many threads, of which none begins before the first one has ended; what fails beside others is tried
+    once more.
 
-    JAX itself compiles one kernel at a time. Where several are the first in a process, one of them sometimes fails.
+    JAX itself compiles one kernel at a time, and its entry for torch takes no lock. Two of a hundred engines whose
+    programs were on disk, so that all threads began at once, failed there without a reason.
     """
 
     def __init__(self) -> None:
@@ -97,7 +101,12 @@ class _FirstAlone:
                     result = call()
                     self._is_over = True
                     return result
-        return call()
+        try:
+            return call()
+        except RuntimeError as error:
+            _log.warning("once more, since it failed beside others: %s", error)
+            with self._lock:
+                return call()
 
 
 @functools.cache

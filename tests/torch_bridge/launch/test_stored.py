@@ -163,3 +163,20 @@ def test_the_first_kernel_of_a_process_compiles_alone(fails):
         futures = [pool.submit(alone.then, compiled) for _ in range(7 + fails)]
     assert sum(future.exception() is not None for future in futures) == fails
     assert seen[: 1 + fails] == [1] * (1 + fails) and max(seen) > 1
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_what_fails_beside_others_is_compiled_once_more(failures, caplog):
+    alone, left = _FirstAlone(), [RuntimeError("no reason")] * failures
+    assert alone.then(lambda: "first") == "first"
+
+    def compiled():
+        if left:
+            raise left.pop()
+        return "second"
+
+    if failures == 1:
+        assert alone.then(compiled) == "second"
+    else:
+        refuses(RuntimeError, "no reason", alone.then, compiled)
+    assert [record.message for record in caplog.records] == ["once more, since it failed beside others: no reason"]
