@@ -47,7 +47,7 @@ def test_temporaries_are_those_of_one_expert(scheme, is_split):
     copied = many.output_size_in_bytes - few.output_size_in_bytes if scheme.startswith(("fp8", "nvfp4")) else 0
     one_expert = 4 * 3 * 128 * 256
     assert many.temp_size_in_bytes - few.temp_size_in_bytes <= copied + one_expert / 4
-    assert few.temp_size_in_bytes <= few.output_size_in_bytes + 4 * one_expert
+    assert few.temp_size_in_bytes <= few.output_size_in_bytes + 5 * one_expert
 
 
 @pytest.mark.sample(4)
