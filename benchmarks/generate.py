@@ -12,8 +12,8 @@ rows, one new token each, a cache that holds ``--context`` tokens a row. prefill
 last token. As in ``generate``, calls follow each other in a loop inside one program, each fed by the one before; the
 time of 2 turns is taken off that of many, which leaves the device's time per call. "outside" is the time of the same
 model with its experts replaced by nothing: attention, norms, embedding, head, and what XLA saves when the experts are
-gone. "launches" are the kernels of a layer outside its experts, counted in the compiled program. ``--profile`` names
-the kernels of a call, launched one by one, with their time.
+gone. "launches" are the kernels of a layer outside its experts, counted in programs with two layers of experts at
+least. ``--profile`` names the kernels of a call, launched one by one, with their time.
 
 Each case is a process of its own; its programs are compiled side by side. Cells that would end after ``--seconds`` are
 left out, and named; so are cells that fail, with the reason.
@@ -276,7 +276,7 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
         apart = f" experts {(us - outside) / layers:8.1f} us, outside {outside / layers:8.1f} us ({outside / us:5.1%}),"
     lines = [
         f"{head} {us / 1e3:9.3f} ms, {us / (cell['rows'] * cell['tokens']):9.2f} us a token; a layer:{apart} "
-        f"{len(cell['launches'])} launches; lowered + compiled in {seconds} s"
+        f"{len(cell['launches']) or 'uncounted'} launches; lowered + compiled in {seconds} s"
     ]
     if "profile" in cell:
         lines += [f"    {' '.join(cell['launches'])}"]
