@@ -103,7 +103,7 @@ def main() -> None:
             argument = dict(only=options.only, beside=options.beside, seconds=left - 3, failed=sorted(failed))
             for line in run("times", argument, left):
                 say(line, out)
-        say(f"# {time.time() - began:.0f} s")
+        say(f"# {time.time() - began:.0f} s", out)
 
 
 def wanted(name: str, parts: str) -> bool:

@@ -115,7 +115,7 @@ def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: i
         slots_per_device=-(-experts // size),
         round_axes=("expert",),
         sum_dtype=jnp.dtype(sums or "float32"),
-        run=lambda x, weights, ids: x.astype(jnp.float32) * (weights * (ids >= 0)).sum(axis=1, keepdims=True),
+        run=lambda x, weights, ids, choices: x.astype(jnp.float32) * (weights * (ids >= 0)).sum(axis=1, keepdims=True),
         row_dtype=jnp.dtype(jnp.bfloat16),
         is_one_round=False,
         quantization="e4m3_group" if hidden % 512 == 0 else "none",
@@ -129,7 +129,7 @@ def measure_exchange(turn: Turn, model: str, dispatch: str, size: int, tokens: i
 
     def one_device(serve: Any, x: Any, weights: Any, slots: Any) -> Any:
         own = dataclasses.replace(exchange, serve=serve)
-        return WAYS[dispatch](x, weights, slots, own).astype(jnp.bfloat16)
+        return WAYS[dispatch](x, weights, slots, {}, own).astype(jnp.bfloat16)
 
     def over(function: Any, count: int) -> Any:
         specs = (by_token,) * count

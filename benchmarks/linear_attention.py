@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _workers import say
 from flax import nnx
 
 from moe_jax.models.attention._delta_rule import in_chunks, step_by_step
@@ -90,8 +91,7 @@ def main() -> None:
     with open(options.out, "w") as out:
 
         def tell(**line: Any) -> None:
-            print(json.dumps(line), file=out, flush=True)
-            print(json.dumps(line), flush=True)
+            say(json.dumps(line), out)
 
         tell(device=jax.devices()[0].device_kind, jax=jax.__version__)
         chunks, steps = jax.jit(in_chunks), jax.jit(step_by_step)

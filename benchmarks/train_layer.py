@@ -25,12 +25,12 @@ products' worth, whatever is computed twice), and peak memory. These are bursts 
 two seconds without one, with what nvidia-smi saw meanwhile: medians of watts and of the SM clock in MHz, and
 at_power_cap, the fraction of samples in which the power cap lowered the clock. --keep-hidden adds ours_kept, our layer
 with MoEConfig.keep_hidden, whose forward pass alone is that of ours: nobody differentiates it. It does the same for
-each scheme of --frozen, and for these alone where --sides is empty. --frozen adds our layer
-with quantized weights of these schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6
-products, and backward_per_forward is the time of the backward pass as a multiple of the forward's;
-MOE_JAX_PACKED_GRADIENT=0 in the environment has quantized weights dequantized first. --trace adds the microseconds
-of each of our GPU kernels of a step in their order, by JAX's profiler. --kernels times the products of the gradient one
-by one, with several configurations. FILE gets a JSON line per cell.
+each scheme of --frozen, and for these alone where --sides is empty. --frozen adds our layer with quantized weights of
+these schemes, random ones, where x and the router weights have gradients: its TFLOP/s count 6 products, and
+backward_per_forward is the time of the backward pass as a multiple of the forward's; MOE_JAX_PACKED_GRADIENT=0 in the
+environment has quantized weights dequantized first. --trace adds the microseconds of each of our GPU kernels of a step
+in their order, by JAX's profiler. --kernels times the products of the gradient one by one, with several configurations.
+FILE gets a JSON line per cell.
 """
 
 import argparse
@@ -587,8 +587,8 @@ def main() -> int:
         return child(args.child, models[0], counts, args.folder, seconds=args.seconds, traces=args.trace)
     until = time.time() + args.seconds
     compared = [name for name in args.sides.split(",") if name]
-    if args.keep_hidden and compared and "ours_kept" not in compared:
-        compared.append("ours_kept")
+    if args.keep_hidden and compared and "ours" + KEPT not in compared:
+        compared.append("ours" + KEPT)
     if unknown := [name for name in compared if name not in SIDES]:
         parser.error(f"--sides {unknown[0]!r} is none of {', '.join(SIDES)}")
     frozen = [name for name in args.frozen.split(",") if name]

@@ -130,8 +130,8 @@ def _expert(key: Array, expert: Array, shape: ExpertShape, scheme: Scheme) -> Ex
 def _in_turn(make: Callable[[Array], ExpertWeights], experts: Array, like: ExpertWeights) -> list[Leaf]:
     """The leaves of ``make(expert)``, stacked. like: of the same dtypes.
 
-    FP8 is written as integers: XLA for CPUs would widen all of an array to write a part of it. There it copies them to
-    call them FP8 again; on a GPU nothing is copied.
+    FP8 is written as integers: XLA for CPUs would widen all of an array to write a part of it. Calling them FP8 again
+    copies them on a CPU, on a GPU it does not.
     """
 
     def one(expert: Array) -> list[Leaf]:

@@ -7,8 +7,8 @@ are its N. Small-M tiles serve few rows per expert; large-M tiles have heights b
         main loop             wgmma w[slot] x[slot]^T for each projection and K step
         epilogue              for each piece of rows: scales, bias, activation -> transposed staging -> TMA store
 
-Clusters of two CTAs share rows or weights as in mainloop_plain_sm90.py. With block scales the products of each K step
-are scaled and added in float32, as there.
+Clusters of two CTAs share rows or weights as in mainloop_plain_sm90.py. With block scales the products of each 128
+of K are scaled and added in float32, as there.
 
 Value: a consumer accumulates G * 64 * block_m / 128 values a thread. What all enter with is enough for small-M
 tiles (50 used at 2 x 64 channels by 16 rows); for large-M ones the producer gives up most of its own. Shared memory

@@ -39,7 +39,7 @@ class Scratch:
         full, empty: barriers of each slot.
         staging: output on its way to global memory.
         full_pieces: barriers of each slot and weight piece after the first.
-        x_scale: scales of the rows in each K step.
+        x_scale: scales of the rows in each 128 of K.
         rows, columns, bias: vectors of the current tile.
         vectors_full, vectors_empty: barriers of these vectors.
         scale, zero: of packed weights, group scales and zero points of each slot.

@@ -240,7 +240,7 @@ def multiply_promoted(
 
 
 def _block_scale(cta: CtaContext, tile: Tile, projection: int, column: Scalar, k: Scalar) -> Value:
-    """The weight scale () of one K step at a column of the tile. Columns past N have the scale of the last."""
+    """The weight scale () of the k-th 128 of K at a column of the tile. Columns past N have the scale of the last."""
 
     def load(scales, own_column, width):
         block = lax.div(own_column * cta.config.block_n + column, jnp.int32(SCALE_GROUP))

@@ -87,8 +87,8 @@ class _FirstAlone:
     """Calls from many threads, of which none begins before the first one has ended; what fails beside others is tried
     once more.
 
-    JAX itself compiles one kernel at a time, and its entry for torch takes no lock. Two of a hundred engines whose
-    programs were on disk, so that all threads began at once, failed there without a reason.
+    JAX itself compiles one kernel at a time, and its entry for torch takes no lock. Where programs are on disk all
+    threads begin at once, and at times one fails there without a reason.
     """
 
     def __init__(self) -> None:

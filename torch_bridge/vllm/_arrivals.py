@@ -45,7 +45,7 @@ class Arrivals:
         self._short.clear()
 
     def short(self) -> str | None:
-        """Of what more is in the memory than has come, in words, or None."""
+        """What came shorter than its part of a parameter, in words, or None."""
         found = [f"{name} ({shard}) of expert {place}, {said}" for (name, shard, place), said in self._short.items()]
         return _first_of(found)
 

@@ -22,19 +22,18 @@ def tile_pairs(
         first_tile. tile_expert: the expert. tile_rows: rows from the first tile's start on that hold those in use, 0 to
         2 * block_m. num_tiles: at 0 the number of pairs. Other entries from this number on are unspecified.
     """
-    # Compared with one another, tiles need no scan and no sort. XLA makes a kernel of each of three reductions, and for
-    # some numbers of tiles one of what they compare.
+    # Compared with one another, tiles need no scan and no sort: three reductions.
     tiles, count = tile_expert.shape[0], num_tiles.reshape(())
     index = jnp.arange(tiles, dtype=jnp.int32)
     is_first = (index == 0) | (tile_expert != jnp.roll(tile_expert, 1))  # of a run of tiles of one expert
     is_last = jnp.roll(is_first, -1) | (index + 1 >= count)
-    is_before = index[None, :] <= index[:, None]
-    run = jnp.max(jnp.where(is_before & is_first[None, :], index[None, :], 0), axis=1)
+    begins = (index[None, :] <= index[:, None]) & is_first[None, :]
+    run = jnp.max(jnp.where(begins, index[None, :], 0), axis=1)
     place = (index - run) & 1  # in the pair
     opens = (place == 0) & (index < count)
     order = jnp.where((place == 0) & is_last, index + tiles, index)
-    is_before = (order[None, :] <= order[:, None]) & opens[None, :]
-    pair = jnp.where(index < count, jnp.sum(is_before, axis=1, dtype=jnp.int32) - 1, -1)
+    comes_first = (order[None, :] <= order[:, None]) & opens[None, :]
+    pair = jnp.where(index < count, jnp.sum(comes_first, axis=1, dtype=jnp.int32) - 1, -1)
     rows = jnp.full((tiles,), block_m, jnp.int32) if tile_rows is None else tile_rows
     ends = jnp.where(rows > 0, place * block_m + rows, 0)
     is_own = pair[None, :] == index[:, None]

@@ -31,7 +31,7 @@ class VllmFormat:
         write: (generator, N, K, order) -> the tensors of one matrix by suffix, and its values (N, K) float32. order: a
             permutation of K, in which formats with act-order deal columns to groups.
         method: the name of vLLM's method class.
-        activations: how far activations are rounded: 16, 8 or 4 bits.
+        activations: how far activations are rounded: 16 or 8 bits.
         settings: arguments of the layer that the format needs.
         is_gpt_oss: one tensor for all experts under gpt-oss' names, rows of gate and up in turn, with biases.
         rows: what rounds rows as the checkpoint says, in tests/support/vllm_layers.py, where vLLM leaves them in 16

@@ -22,10 +22,9 @@ from typing import Any
 from unittest import mock
 
 from tests.support import in_turn
-from tests.torch_bridge.vllm.engine import INTERMEDIATE, config_of
+from tests.torch_bridge.vllm.engine import BOUNDS, INTERMEDIATE, config_of
 
 E, TOP_K, H = 8, 2, 512
-BOUNDS = {16: 0.02, 8: 0.12, 4: 0.3}  # of the worst row of a layer that vLLM's own kernels do not run
 
 
 def row_errors(name: str, plugin: bool, tokens: list[int], intermediate: int) -> tuple[dict[str, list[float]], Any]:
