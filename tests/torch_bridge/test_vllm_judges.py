@@ -8,7 +8,7 @@ from tests.torch_bridge.vllm.engine import line
 OURS = dict(errors=dict(experts=0.0030, layer=0.0031), methods=["Method (ours)"], seconds=11.6)
 VLLM = dict(errors=dict(own=0.0030), methods=["Method"], seconds=8.2)
 BROKEN = dict(error="ValueError: no kernel", seconds=3.0)
-UNSEEN = dict(errors={}, methods=["?"])  # with --tp
+UNSEEN = dict(errors={}, methods=[])  # with --tp
 
 
 def said_of(root, ours, vllm, ours_off=0.0, vllm_off=0.0, name="bf16", log="all is well", rows=slice(None)):

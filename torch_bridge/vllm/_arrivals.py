@@ -33,6 +33,7 @@ class Arrivals:
                 part = name.rpartition(".")[2], shard, place
                 self._seen.add(part)
                 said = _what_is_short(layer, part[0], given["param"], given["loaded_weight"])
+                self._short.pop(part, None)
                 if said is not None and place >= 0:
                     self._short[part] = said
             return done

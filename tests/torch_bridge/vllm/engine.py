@@ -207,7 +207,7 @@ def engine(name: str, out: Path, plugin: bool, tp: int, ep: bool) -> dict[str, A
 
     together, alone = ask(prompts), torch.cat([ask([prompt]) for prompt in prompts])
     logits = dict(together=together, alone=alone)
-    found = dict(errors={}, methods=["?"])
+    found = dict(errors={}, methods=[])
     if tp == 1:
         with torch.inference_mode():
             found = llm.apply_model(lambda model: layer_errors(model, values, form.rows))[0]
@@ -263,9 +263,14 @@ def line(name: str, root: Path, found: dict[str, dict[str, Any]]) -> str:
     else:
         bound, beside, of_vllm = BOUNDS[activations], f"vLLM: {own['error']}", "vLLM has none"
     is_near = all(v <= bound < float("inf") for v in ours["errors"].values()) and far["ours"] <= allowed
-    said = f"{','.join(ours['methods'])} errors " + " ".join(f"{k} {v:.4f}" for k, v in ours["errors"].items())
+    said = ""
+    if ours["errors"]:  # not with --tp
+        of_layers = " ".join(f"{k} {v:.4f}" for k, v in ours["errors"].items())
+        said = f"{','.join(ours['methods'])} errors {of_layers}; {beside}; "
+    elif not has_vllm:
+        said = f"{beside}; "
     return (
-        f"{'FAIL' if not is_near else 'LEFT' if left else 'PASS'} {name}: {said}; {beside}; logits off float32 by "
+        f"{'FAIL' if not is_near else 'LEFT' if left else 'PASS'} {name}: {said}logits off float32 by "
         f"{far['ours']:.4f}, runs {spread['ours']:.4f} apart, {of_vllm} ({took}) {' '.join(left)}"
     )
 

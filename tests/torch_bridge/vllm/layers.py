@@ -76,7 +76,7 @@ def judge(name: str, folder: Path, tokens: list[int], intermediate: int) -> dict
     from tests.support.checkpoints.vllm_formats import FORMATS
 
     form = FORMATS[name]
-    set_model_config(name, folder)
+    set_model_config(name, folder, intermediate)
     ours, method = row_errors(name, True, tokens, intermediate)
     bounds = float("inf"), BOUNDS[form.activations]
     try:
@@ -95,7 +95,7 @@ def judge(name: str, folder: Path, tokens: list[int], intermediate: int) -> dict
     return dict(line=f"{verdict} {name}: {type(method).__name__} {said}; {beside}")
 
 
-def set_model_config(name: str, folder: Path) -> None:
+def set_model_config(name: str, folder: Path, intermediate: int = INTERMEDIATE) -> None:
     """Gives vLLM's current config that of the model, which vLLM's choice of a kernel for gpt-oss asks; or none."""
     from vllm.config import get_current_vllm_config
 
@@ -105,7 +105,7 @@ def set_model_config(name: str, folder: Path) -> None:
     config = get_current_vllm_config()
     config.model_config = None
     if FORMATS[name].is_gpt_oss:
-        (folder / "config.json").write_text(json.dumps(config_of(name, INTERMEDIATE)))
+        (folder / "config.json").write_text(json.dumps(config_of(name, intermediate)))
         config.model_config = model_config(folder)
 
 

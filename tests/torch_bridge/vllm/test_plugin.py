@@ -125,6 +125,26 @@ def test_a_shorter_tensor_is_said(name, size, caplog):
         assert f"too little was loaded into {layer.layer_name}: {said}. The rest stays" in record.message
 
 
+def test_which_shorter_tensors_count(caplog):
+    """Gate and up are halves of a parameter. Experts of other ranks, and what comes whole at last, lack nothing."""
+    with vllm_without_gpu(tp=(2, 1), ep=True), heard(caplog):
+        layer = make_layer(None, tp_size=2, **SIZES)
+        load(layer, FORMATS["bf16"], torch.Generator().manual_seed(1))
+
+        def bring(rows, shard, expert):
+            tensor = torch.zeros(rows, H, dtype=torch.bfloat16)
+            layer.w13_weight.weight_loader(layer.w13_weight, tensor, "experts.w13_weight", shard, expert)
+
+        bring(INTERMEDIATE // 2, "w1", 0)  # of the other rank
+        bring(INTERMEDIATE // 2, "w1", 2)
+        bring(INTERMEDIATE, "w1", 2)
+        bring(INTERMEDIATE // 2, "w3", 3)
+        layer.quant_method.process_weights_after_loading(layer)
+        [record] = caplog.records
+        numbers = INTERMEDIATE // 2 * H
+        assert f": w13_weight (w3) of expert 1, {numbers} numbers of {2 * numbers}. The" in record.message
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_bias_of_one_rank(rank, monkeypatch):
     """A loader that leaves the second bias to every rank, as ours does not: it still counts once, on rank 0."""
