@@ -332,7 +332,7 @@ def test_shared_memory_is_not_underestimated():
         ({}, dict(num_stages=1), "at least 2"),
         ({}, dict(step_blocks=3), "1, 2 or 4"),
         (BLOCK, dict(step_blocks=2), "built with swap_ab alone"),
-        (dict(k=384, **BLOCK), dict(swap_ab=True, block_m=16, step_blocks=2), "no whole steps, where every 128"),
+        (dict(k=384, **BLOCK), dict(swap_ab=True, block_m=16, step_blocks=2), "K=384 has to be whole steps"),
         ({}, dict(row_chunk=16), "needs tile_rows"),
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
         (dict(has_tile_rows=True, **GATED, **UNSCALED), dict(num_stages=2, row_chunk=16), "2 x 128 columns of 16 bits"),
