@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, Sharding
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, ArrayArg, Leaf
@@ -48,8 +48,15 @@ def random_shares(config: MoEConfig, key: jax.Array, placement: Placement, paral
     # By way of the host: the key may lie on devices that are not the mesh's.
     own_key = jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(key))), impl=jax.random.key_impl(key))
     weights = _shares(own_key, *arguments)
-    # jax.jit spells shardings otherwise than place_weights: a reload would then compile again.
-    return weights if backend is not None else jax.device_put(weights, shardings(weights, parallel))
+    return jax.tree.map(_respelled, weights, shardings(weights, parallel))
+
+
+def _respelled(leaf: Array, sharding: Sharding) -> Array:
+    """The same memory: jax.jit spells equal shardings otherwise than ``lay_out``, and a reload would compile again.
+    ``jax.device_put`` copies what several processes hold.
+    """
+    parts = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
 def _unnamed(config: MoEConfig) -> MoEConfig:

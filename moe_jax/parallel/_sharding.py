@@ -11,7 +11,14 @@ from moe_jax.experts._backend import Backend
 from moe_jax.experts._choice import plain_layout, preferred_layout
 from moe_jax.parallel._config import ParallelConfig
 from moe_jax.parallel._placement import Placement
-from moe_jax.parallel._weights import abstract_placed_weights, is_placed, partition_specs, place_weights, share_config
+from moe_jax.parallel._weights import (
+    abstract_placed_weights,
+    is_placed,
+    partition_specs,
+    place_weights,
+    shardings,
+    share_config,
+)
 from moe_jax.quantization import ExpertWeights, method_for
 
 
@@ -86,4 +93,5 @@ def _on_every_device(
         out_specs=partition_specs(like, parallel),
         check_vma=False,
     )
-    return jax.jit(mapped)(weights)
+    # Else jax.jit spells shardings as it likes: a program that takes the weights would compile again after a reload.
+    return jax.jit(mapped, out_shardings=shardings(like, parallel))(weights)

@@ -11,6 +11,7 @@ from flax import nnx
 import moe_jax
 from moe_jax.experts._choice import BACKENDS
 from moe_jax.nn import _random_weights
+from moe_jax.parallel import _sharding
 from moe_jax.parallel._sharding import kernel_shares, lay_out
 from moe_jax.quantization import SCHEMES
 
@@ -75,6 +76,18 @@ def test_experts_are_laid_out_in_turn(scheme, monkeypatch):
     assert_same(make(scheme).weights.get_value(), backend.kernel_layout(plain.weights.get_value(), plain.config))
     arguments = split.weights.get_value(), split.config, split.placement.get_value(), split.parallel
     assert_same(make(scheme, is_split=True).weights.get_value(), kernel_shares(backend, *arguments))
+
+
+def test_a_reload_finds_the_shardings_of_random_experts(monkeypatch):
+    """As they are spelled: to jax.jit, P("e") and P("e", None) are two programs."""
+    mesh = jax.make_mesh((2, 2), ("e", "t"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    plain = make("nvfp4_a16").weights.get_value()
+    for module in (_random_weights, _sharding):
+        monkeypatch.setattr(module, "share_layout", lambda *_: BACKENDS["hopper"])
+    layer = make("nvfp4_a16", mesh=mesh, expert_axis="e")
+    reloaded = lay_out(plain, layer.config, layer.placement.get_value(), layer.parallel)
+    for a, b in zip(jax.tree.leaves(layer.weights.get_value()), jax.tree.leaves(reloaded), strict=True):
+        assert a.sharding == b.sharding
 
 
 def test_experts_are_normal_and_differ():

@@ -31,6 +31,7 @@ CASES = {
     "logits a little off": (dict(ours=OURS, vllm=VLLM, ours_off=0.02), "PASS"),
     "logits off": (dict(ours=OURS, vllm=VLLM, ours_off=0.05), "FAIL"),
     "logits off, as vLLM's": (dict(ours=OURS, vllm=VLLM, ours_off=0.05, vllm_off=0.045), "PASS"),
+    "both are noise": (dict(ours=OURS | UNSEEN, vllm=VLLM | UNSEEN, ours_off=1.0, vllm_off=2.0), "FAIL"),
     "vLLM's are off": (dict(ours=OURS, vllm=VLLM, vllm_off=0.5), "PASS"),
     "one prompt in eight takes other experts": (dict(ours=OURS, vllm=VLLM, ours_off=0.5, rows=slice(1)), "PASS"),
     "three prompts in eight": (dict(ours=OURS, vllm=VLLM, ours_off=0.05, rows=slice(3)), "FAIL"),

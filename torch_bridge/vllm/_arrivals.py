@@ -45,9 +45,13 @@ class Arrivals:
         self._seen.clear()
         self._short.clear()
 
-    def short(self) -> str | None:
-        """What came shorter than its part of a parameter, in words, or None."""
-        found = [f"{name} ({shard}) of expert {place}, {said}" for (name, shard, place), said in self._short.items()]
+    def short(self, names: Sequence[str]) -> str | None:
+        """What came shorter than its part of one of these parameters, in words, or None."""
+        found = [
+            f"{name} ({shard}) of expert {place}, {said}"
+            for (name, shard, place), said in self._short.items()
+            if name in names
+        ]
         return _first_of(found)
 
     def missing(self, names: Sequence[str], num_experts: int, *, is_gated: bool) -> str | None:
@@ -82,12 +86,12 @@ def _first_of(found: Sequence[str]) -> str | None:
 def _what_is_short(layer: Any, name: str, parameter: Any, loaded: Any) -> str | None:
     """How many numbers have come for an expert's matrix, and how many its part of the parameter has; None if enough.
 
-    Whole matrices come to each rank, which takes its share. So do scales, but those of a tensor or a channel may be the
-    same on all: of them no share is counted.
+    Whole matrices come to each rank, which takes its share. So do scales and zero points, but those of a tensor or a
+    channel may be the same on all: of them no share is counted.
     """
     config = layer.moe_config
     halves = 2 if name.startswith("w13") and config.is_act_and_mul else 1  # gate and up come one by one
     wanted, came = parameter[0].numel() // halves, loaded.numel()
-    if loaded.dim() == 2 and "scale" not in name:
+    if loaded.dim() == 2 and not any(word in name for word in ("scale", "zero")):
         wanted *= config.moe_parallel_config.tp_size
     return f"{came} numbers of {wanted}" if came < wanted else None

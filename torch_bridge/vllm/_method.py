@@ -112,7 +112,7 @@ class Taken:
     def _say_what_is_missing(self, layer: Any, parameters: Parameters) -> None:
         names, is_gated = parameters.names_of_experts(), layer.moe_config.is_act_and_mul
         missing = self.arrivals.missing(names, layer.local_num_experts, is_gated=is_gated)
-        short = self.arrivals.short()
+        short = self.arrivals.short(names)
         self.arrivals.forget()
         for amount, parts in (("nothing", missing), ("too little", short)):
             if parts is not None:

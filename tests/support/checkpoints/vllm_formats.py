@@ -187,11 +187,11 @@ def _wna16(bits: int, group: int | None, *, is_asymmetric: bool = False, actorde
     return write
 
 
-def _gptq(bits: int, group: int, *, actorder: bool = False):
+def _gptq(bits: int, group: int | None, *, actorder: bool = False):
     def write(generator, n, k, order):
         tensors, values = _wna16(bits, group, actorder=actorder)(generator, n, k, order)
-        groups = tensors.get("weight_g_idx", (torch.arange(k) // group).to(torch.int32))
-        zeros = torch.full((k // group, n), (1 << (bits - 1)) - 1)
+        groups = tensors.get("weight_g_idx", (torch.arange(k) // (group or k)).to(torch.int32))
+        zeros = torch.full((k // (group or k), n), (1 << (bits - 1)) - 1)
         return dict(
             qweight=tensors["weight_packed"].t().contiguous(),
             scales=tensors["weight_scale"].t().contiguous(),
@@ -409,6 +409,9 @@ FORMATS: dict[str, VllmFormat] = {
     "fp8_mxfp4": VllmFormat(_fp8_config(store_dtype="mxfp4"), _mxfp4("weight"), "Mxfp4MoEMethod"),
     "gptq_4": VllmFormat(_GPTQ | dict(bits=4, group_size=128, desc_act=False), _gptq(4, 128), "AutoGPTQMoEMethod"),
     "gptq_8": VllmFormat(_GPTQ | dict(bits=8, group_size=128, desc_act=False), _gptq(8, 128), "AutoGPTQMoEMethod"),
+    "gptq_channel": VllmFormat(
+        _GPTQ | dict(bits=4, group_size=-1, desc_act=False), _gptq(4, None), "AutoGPTQMoEMethod"
+    ),
     "gptq_actorder": VllmFormat(
         _GPTQ | dict(bits=4, group_size=64, desc_act=True), _gptq(4, 64, actorder=True), "AutoGPTQMoEMethod"
     ),
