@@ -115,13 +115,14 @@ def test_a_shorter_tensor_is_said(name, size, caplog):
     with vllm_without_gpu(tp=(size, 0)), heard(caplog):
         layer = make_layer(form.config, tp_size=size, **SIZES)
         load(layer, form, torch.Generator().manual_seed(1))
-        parameter = next(getattr(layer, each) for each in ("w2_weight", "w2_weight_packed") if hasattr(layer, each))
+        place = "w2_weight_packed" if hasattr(layer, "w2_weight_packed") else "w2_weight"
+        parameter = getattr(layer, place)
         own = parameter.data[1]
         shorter = torch.zeros(own.shape[0] * 3 // 4, own.shape[1] * size).to(own.dtype)
-        parameter.weight_loader(parameter, shorter, "experts.1.w2_weight", shard_id="w2", expert_id=1)
+        parameter.weight_loader(parameter, shorter, f"experts.1.{place}", shard_id="w2", expert_id=1)
         layer.quant_method.process_weights_after_loading(layer)
         [record] = caplog.records
-        said = f"w2_weight (w2) of expert 1, {shorter.numel()} numbers of {own.numel() * size}"
+        said = f"{place} (w2) of expert 1, {shorter.numel()} numbers of {own.numel() * size}"
         assert f"too little was loaded into {layer.layer_name}: {said}. The rest stays" in record.message
 
 
