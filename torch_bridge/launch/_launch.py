@@ -49,7 +49,7 @@ class CompiledKernel:
         except RuntimeError as error:
             made = ", ".join(f"{dtype} {shape}" for shape, dtype in results)
             raise RuntimeError(
-                f"the kernel of {made} did not compile on GPU {torch.cuda.current_device()}: {error}. JAX gives no "
+                f"the kernel of {made} did not compile: {error}. JAX gives no "
                 "reason; one is a GPU without free memory, otherwise report it, with what runs in this process"
             ) from error
         cells: dict[str, Any] = {}
