@@ -133,7 +133,8 @@ def unpacked_space(key: Any, gemm: int, tokens: int, is_brief: bool) -> list[Any
         found += large_m[:3] if is_brief else large_m
     for block_m in swapped:
         own = unpacked_candidates(key.products(tokens, block_m)[gemm - 1], block_m, H200_SMS)
-        found += [config for config in own if config.swap_ab]
+        own = [config for config in own if config.swap_ab]
+        found += own + [dataclasses.replace(config, raster_group_m=2) for config in own[:1]]
     for block_m in (64, 128):
         if (block_m == 64 and (mean > 80 or (swapped and mean < 40))) or (block_m == 128 and mean < 40):
             continue
@@ -182,13 +183,13 @@ def of_heuristic(key: Any, gemm: int, tokens: int, num_sms: int) -> list[Any]:
 
 
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """The widest of the two likeliest heights of ``large_m_space``, in clusters whose blocks share weights, or rows."""
-    found = []
-    for block_m in (
-        large_m_heights(rows_per_expert(tokens, key.num_experts, key.top_k))[:2] if key.may_be_large_m else ()
-    ):
+    """The widest tile of 128 rows, and of the two likeliest heights of ``large_m_space``, in clusters whose CTAs share
+    weights, or rows.
+    """
+    mean, found = rows_per_expert(tokens, key.num_experts, key.top_k), []
+    for block_m in (*(large_m_heights(mean)[:2] if key.may_be_large_m else ()), 128):
         desc = key.products(tokens, block_m)[gemm - 1]
-        pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2)
+        pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2, row_chunk=None)
         ways = (dataclasses.replace(pair, shares_weights=True), pair)
         found += [way for way in ways if config_error(desc, way) is None]
     return found

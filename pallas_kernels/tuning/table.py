@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pallas_kernels.common.device import Gpu
 from pallas_kernels.grouped_gemm import GemmConfig
+from pallas_kernels.grouped_gemm.config import SMALL_M
+from pallas_kernels.grouped_gemm.heuristics import height_for
 from pallas_kernels.grouped_gemm.packed import PackedConfig
 from pallas_kernels.tuning.layer import (
     FORMATS,
@@ -69,11 +71,17 @@ class Entry:
     def reaches(self, num_tokens: int) -> bool:
         """Whether tiles chosen for ``tokens`` suit ``num_tokens``.
 
-        Below an eighth, experts would leave them nearly empty. Above twice as many, larger tiles are better, unless
-        experts have many rows already.
+        Below an eighth, experts would leave them nearly empty. Up to twice as many, as long as small-M tiles hold nearly
+        every expert: a second tile reads its weights again. Any number where experts have many rows already.
         """
-        rows_per_expert = self.tokens * self.key.top_k / self.key.num_experts
-        return self.tokens <= _FEWEST * num_tokens and (num_tokens <= 2 * self.tokens or rows_per_expert >= _MANY_ROWS)
+        of_expert = self.key.top_k / self.key.num_experts  # rows of a token
+        if self.tokens > _FEWEST * num_tokens:
+            return False
+        if num_tokens <= self.tokens or self.tokens * of_expert >= _MANY_ROWS:
+            return True
+        block_m = self.config.block_m
+        fits = block_m > SMALL_M or height_for(num_tokens * of_expert, (block_m,)) is not None
+        return num_tokens <= 2 * self.tokens and fits
 
 
 @dataclasses.dataclass(frozen=True)

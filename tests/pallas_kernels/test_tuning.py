@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import autotune
 from pallas_kernels.common.device import Gpu
-from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_config
+from pallas_kernels.grouped_gemm import GemmConfig, candidates, choose_block_m, choose_config
 from pallas_kernels.grouped_gemm.heuristics import expected_tiles, refusal, rounds_of
 from pallas_kernels.grouped_gemm.packed import PackedConfig, describe_call
 from pallas_kernels.grouped_gemm.packed.format import zero_point_of
@@ -129,7 +129,6 @@ def test_clusters_are_timed_for_many_tokens_alone():
     for desc in key.products(8192, 128):
         pairs = [c for c in key.candidates(desc, 128, 132) if c.cluster == 2]
         assert {c.shares_weights for c in pairs} == {False, True}
-        assert choose_config(desc, 128, 132).cluster == 1
         assert not any(c.cluster == 2 for c in key.candidates(desc, 128, 131))
     assert not any(c.cluster == 2 for c in key.candidates(key.products(16, 64)[0], 64, 132))
 
@@ -261,7 +260,7 @@ def test_formats_know_their_names(name):
     ("tokens", "num_experts", "near", "far"),
     [
         (64, 128, (8, 64, 128), (1, 7, 129, 8192)),  # 1 row an expert
-        (64, 4, (8, 64, 128), (1, 7, 129, 8192)),  # 32 rows
+        (64, 4, (8, 64), (1, 7, 65, 128, 8192)),  # 32 rows, which already take two tiles
         (1024, 8, (128, 1024, 1 << 17), (1, 127)),  # 256 rows
         (16, 128, (2, 16, 32), (1, 33)),
     ],
@@ -269,6 +268,14 @@ def test_formats_know_their_names(name):
 def test_entries_reach_tokens_like_theirs(tokens, num_experts, near, far):
     entry = Entry(dataclasses.replace(KEY, num_experts=num_experts, top_k=2), tokens, PAIR, 1.0)
     assert all(entry.reaches(t) for t in near) and not any(entry.reaches(t) for t in far)
+
+
+@pytest.mark.parametrize(("block_m", "most"), [(32, 64), (48, 73), (96, 128), (128, 128)])
+def test_entries_reach_more_tokens_while_an_expert_fits_a_tile(block_m, most):
+    """32 rows an expert where they were measured."""
+    pair = dataclasses.replace(PAIR, block_m=block_m)
+    entry = Entry(dataclasses.replace(KEY, num_experts=4, top_k=2), 64, pair, 1.0)
+    assert [tokens for tokens in range(64, 200) if entry.reaches(tokens)] == [*range(64, most + 1)]
 
 
 def test_shipped_entries_reach_what_lies_between_their_buckets():
@@ -491,7 +498,28 @@ def test_the_heuristic_follows_the_number_of_sms(num_sms):
                     assert {config.num_sms for config in found} == {chosen.num_sms} == {num_sms}
                     tiles = expected_tiles(desc, block_m)
                     depths = [rounds_of(tiles * -(-desc.n // c.block_n), num_sms) * c.block_n for c in found]
-                    assert depths[found.index(chosen)] <= 1.08 * min(depths)
+                    alone = dataclasses.replace(chosen, cluster=1, shares_weights=False)
+                    assert depths[found.index(alone)] <= 1.08 * min(depths)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "experts", "tokens", "expected"),
+    [
+        ("fp8_block", 256, 8192, True),
+        ("fp8_block", 256, 2048, False),  # an expert is one tile
+        ("fp8_block", 128, 2048, False),
+        ("fp8_block", 32, 1024, True),
+        ("fp8_channel", 32, 1024, False),  # too few rounds for CTAs to drift apart
+        ("fp8_channel", 256, 8192, True),
+        ("bf16", 256, 512, False),  # small-M tiles
+    ],
+)
+def test_ctas_of_one_expert_are_kept_in_step(fmt, experts, tokens, expected):
+    key = LayerKey(experts, 8, 7168, 2048, **FORMATS[fmt])
+    block_m = choose_block_m(tokens * 8 / experts, may_swap=key.may_swap, may_be_large_m=key.may_be_large_m)
+    chosen = [choose_config(desc, block_m, 132) for desc in key.products(tokens, block_m)]
+    assert [config.shares_weights for config in chosen] == [expected] * 2
+    assert not any(choose_config(desc, block_m, 131).shares_weights for desc in key.products(tokens, block_m))
 
 
 def test_fewer_sms_take_other_tiles():
