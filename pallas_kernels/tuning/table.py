@@ -71,8 +71,8 @@ class Entry:
     def reaches(self, num_tokens: int) -> bool:
         """Whether tiles chosen for ``tokens`` suit ``num_tokens``.
 
-        Below an eighth, experts would leave them nearly empty. Up to twice as many, as long as small-M tiles hold nearly
-        every expert: a second tile reads its weights again. Any number where experts have many rows already.
+        Below an eighth, experts would leave them nearly empty. Up to twice as many, as long as small-M tiles hold
+        nearly every expert: a second tile reads its weights again. Any number where experts have many rows already.
         """
         of_expert = self.key.top_k / self.key.num_experts  # rows of a token
         if self.tokens > _FEWEST * num_tokens:
