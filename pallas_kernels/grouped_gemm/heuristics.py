@@ -39,9 +39,9 @@ def choose_block_m(rows_per_expert: float, *, may_swap: bool = False, may_be_lar
     """Rows of a tile for an expected number of rows per expert in use.
 
     Just above them while weights bind, and above that 128, where two warpgroups share each weight tile. Tiles of 8 rows
-    are at most 3% faster than those of 16 (H200). Where every 128 of K are scaled, 80 is the highest small-M tile: at 54
-    to 64 rows an expert it is 3 to 5% faster than 128 with steps of two blocks (H100, five calls of four models), which
-    no H200 has timed.
+    are at most 3% faster than those of 16 (H200). Where every 128 of K are scaled, 80 is the highest small-M tile: with
+    steps of two blocks it is 3 to 5% faster than 128 at 54 to 64 rows an expert (H100, five calls of four models). No
+    H200 has timed such steps.
 
     Args:
         rows_per_expert: expected, of the experts in use.
@@ -91,7 +91,7 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     two blocks of K come first in small-M tiles: 1 to 7% of a layer where weights bind (H200, 32 of 36 layers of three
     models). Where rows of K are no multiple of 128 bytes, steps of four follow (of two in large-M tiles): 6 to 10%
     faster there (H200, one shape, small-M tiles). Where 128 experts or more have a small-M tile, gate and up
-    projections are read two experts at a time: 0 to 8% faster than eight (H100, 10 calls of two models).
+    projections are read two experts at a time: 3% faster than eight on average (H100, 17 calls of two models).
     """
     rows, tiles = _expected(desc, block_m)
     is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)
@@ -184,7 +184,7 @@ def _in_step(desc: GemmDesc, config: GemmConfig) -> GemmConfig:
     CTAs that work on one expert read the same weights at the same time as long as they run in step. Over many rounds
     they drift apart. Both products of DeepSeek-V3's 256 experts take 0.72 of the time at 8192 tokens with FP8 blocks,
     the first with a scale a channel 0.73 (H100). With FP8 blocks, which read most beside what they multiply, two rounds
-    are enough: 0.85 to 1.02 of the time over four models from 512 tokens on (H100, mean 0.96).
+    are enough: 0.90 to 1.02 of the time, of three other models 0.97 on average (H100).
     """
     tiles = expected_tiles(desc, config.block_m)
     rounds = tiles * -(-desc.n // config.block_n) / config.num_sms
