@@ -522,6 +522,14 @@ def test_ctas_of_one_expert_are_kept_in_step(fmt, experts, tokens, expected):
     assert not any(choose_config(desc, block_m, 131).shares_weights for desc in key.products(tokens, block_m))
 
 
+def test_dense_matrices_and_outputs_beside_have_no_clusters():
+    key = LayerKey(32, 8, 7168, 2048, **FORMATS["bf16"])
+    (desc, _) = key.products(8192, 128)
+    assert choose_config(desc, 128, 132).shares_weights
+    for changes in (dict(num_experts=1), dict(keeps_before=True)):
+        assert not choose_config(dataclasses.replace(desc, **changes), 128, 132).shares_weights
+
+
 def test_fewer_sms_take_other_tiles():
     key = LayerKey(8, 2, 4096, 14336, **FORMATS["bf16"])
     descs = [desc for tokens in (1, 16, 64, 256, 1024) for desc in key.products(tokens, 64)]
