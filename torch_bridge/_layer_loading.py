@@ -217,7 +217,7 @@ class LoadingMixin(MoELayer):
         method = self.quant_method
         if not isinstance(method, SchemeMoEMethod):
             raise NotImplementedError(
-                f"{type(method).__name__} keeps its own parameters; only methods over moe_jax load through the layer"
+                f"{type(method).__name__} keeps its own parameters, which only their weight_loader fills; call it for each tensor"
             )
         return method
 

@@ -1,10 +1,12 @@
 """Ranks that share a layer, simulated in one process: their results are the whole layer's, computed in float64."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 import torch_bridge
+from moe_jax.quantization import dequantize_tensor
 from tests.support.cases.torch_ranks import (
     FACTOR,
     LAYOUTS,
@@ -161,3 +163,61 @@ def test_methods_of_ones_own(features):
     ]
     for found in run_ranks(lambda rank: layers[rank](x, z), 2):
         assert_rows(found, reference(features))
+
+
+def rounded(x, element, axis):
+    """x with the values that codes and a dynamic scale over ``axis`` keep of it."""
+    scale = np.abs(x).max(axis, keepdims=True) / (127 if element == "int8" else 448)
+    scaled = (x / np.where(scale == 0, 1, scale)).astype(np.float32)
+    codes = np.rint(scaled) if element == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float64) * scale
+
+
+@pytest.mark.parametrize(
+    ("scheme", "axis", "layout"),
+    [("int8_w8a8", 1, dict(tp_size=2)), ("fp8_tensor", None, dict(tp_size=2)), ("fp8_tensor", None, dict(ep_size=2))],
+)
+def test_dynamic_scales_are_of_the_ranks_own_part(scheme, axis, layout):
+    """M52, M176: a rank rounds the rows that its experts get, and its part of I, by scales of those alone."""
+    element = scheme[:4] if scheme.startswith("int8") else "e4m3"
+    weights = [torch.tensor(arrays()[name], dtype=torch.float32) for name in ("w1", "w3", "w2")]
+    names = ("gate_proj", "up_proj", "down_proj")
+    pairs = [(f"experts.{e}.{name}.weight", w[e]) for e in range(E) for name, w in zip(names, weights, strict=True)]
+    x, z = tensors("")
+    x = x * torch.logspace(-1, 1, len(x))[:, None]  # rows of one rank have another range than all rows
+    topk_weights, topk_ids = routing_of([], x.double().numpy(), z.double().numpy())
+
+    def of_rank(layer):
+        """The rank's part in float64, from the weights that it holds."""
+        w13, w2 = (
+            np.asarray(dequantize_tensor(w), np.float64) for w in (layer.expert_weights.w13, layer.expert_weights.w2)
+        )
+        own = range(E) if layer.expert_map is None else np.flatnonzero(layer.expert_map.numpy() >= 0)
+        rows = [(t, k) for t in range(len(x)) for k in range(topk_ids.shape[1]) if topk_ids[t, k] in own]
+        local = [list(own).index(topk_ids[row]) for row in rows]
+        tokens = np.where([[any(e in own for e in chosen)] for chosen in topk_ids], x.double().numpy(), 0)
+        tokens = rounded(tokens, element, axis)
+        gate, up = (
+            np.stack([w13[e, half] @ tokens[t] for e, (t, _) in zip(local, rows, strict=True)]) for half in (0, 1)
+        )
+        hidden = rounded(gate / (1 + np.exp(-gate)) * up, element, axis)
+        y = np.zeros(x.shape)
+        for e, (t, k), row in zip(local, rows, hidden, strict=True):
+            y[t] += topk_weights[t, k] * (w2[e] @ row)
+        return y
+
+    def run(**ranks):
+        layer = torch_bridge.FusedMoE(E, 2, H, I, torch.float32, quant_config=scheme, online=True, **ranks)
+        layer.load_weights(pairs)
+        layer.process_weights_after_loading()
+        return layer(x, z).double().numpy(), of_rank(layer)
+
+    (kind, size), found, expected = next(iter(layout.items())), 0.0, 0.0
+    for rank in range(size):
+        part = run(**layout, **{kind.replace("size", "rank"): rank})
+        found, expected = found + part[0], expected + part[1]
+    whole, whole_expected = run()
+    assert_rows(torch.tensor(whole), whole_expected)
+    assert_rows(torch.tensor(found), expected)
+    with pytest.raises(AssertionError):  # no bound that any scale would meet
+        assert_rows(torch.tensor(found), whole)
