@@ -149,16 +149,17 @@ class CompressedTensorsWNA16MarlinMoEMethod(_CompressedTensorsMoEMethod):
         num_groups_w2, num_groups_w13: groups along the input, needed for scales and zero points (ValueError).
         """
         prefix, _, what = weight_name.partition("_")
-        is_w2, projections = prefix == "w2", 2 if self.moe is None or self.moe.is_act_and_mul else 1
-        rows, columns = intermediate_size_per_partition, hidden_size
-        if not is_w2:
-            rows, columns = hidden_size, projections * intermediate_size_per_partition
+        is_w2, is_gated = prefix == "w2", self.moe is None or self.moe.is_act_and_mul
+        rows, columns, projections = hidden_size, intermediate_size_per_partition, 2 if is_gated else 1
+        if is_w2:
+            rows, columns, projections = columns, rows, 1
+        words = self.scheme.weight_format.stored_length
         if what == "weight":
-            return num_experts, rows // self.packed_factor, columns
+            return num_experts, words(rows), projections * columns
         groups = num_groups_w2 if is_w2 else num_groups_w13
         if groups is None:
             raise ValueError(f"{weight_name}: num_groups_{prefix} is missing, which its shape depends on")
-        return num_experts, groups, columns // self.packed_factor if what == "zp" else columns
+        return num_experts, groups, projections * (words(columns) if what == "zp" else columns)
 
     @property
     def symmetric(self) -> bool:

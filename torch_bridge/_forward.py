@@ -87,7 +87,8 @@ class ForwardMixin(MoELayer):
     def _around_own_method(self, method: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
         """A method that is not this package's computes the experts; zero experts and scale are added to its result.
 
-        It sees the id 0 with weight 0 for a zero expert, and x padded to the sizes that it asked for, as in vLLM.
+        It sees the id 0 with weight 0 for a zero expert, and x padded to the sizes that it asked for, as in vLLM. What
+        it returns for a row of zero experts alone is dropped: with weights on the input it holds biases.
         """
         config, padded = self.config, self._padded(x)
 
@@ -99,6 +100,7 @@ class ForwardMixin(MoELayer):
             return apply(weights, ids)
         is_zero = ids >= config.num_experts if config.zero_expert_type is not None else torch.zeros_like(ids).bool()
         y = apply(weights.masked_fill(is_zero, 0), ids.masked_fill(is_zero, 0)).float()
+        y = y.masked_fill(is_zero.all(-1, keepdim=True), 0)
         if self.rank.is_first:
             y = y + weights.masked_fill(~is_zero, 0).sum(-1, keepdim=True) * x.float()
         return (y * config.routed_scaling_factor if config.apply_routed_scale_to_output else y).to(x.dtype)

@@ -217,7 +217,8 @@ class LoadingMixin(MoELayer):
         method = self.quant_method
         if not isinstance(method, SchemeMoEMethod):
             raise NotImplementedError(
-                f"{type(method).__name__} keeps its own parameters; only methods over moe_jax load through the layer"
+                f"{type(method).__name__} keeps its own parameters, which load_weights does not fill; call the "
+                "weight_loader of each parameter"
             )
         return method
 

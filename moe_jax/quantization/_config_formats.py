@@ -47,7 +47,8 @@ def formats_of_config(config: Json) -> Formats:
         return _fbgemm_fp8(config)
     if method != "compressed-tensors":
         raise NotImplementedError(
-            f"quant_method {method!r} is not supported; supported: 'compressed-tensors', 'fp8', 'fbgemm_fp8'"
+            f"quant_method {method!r} is not supported; supported: 'compressed-tensors', 'fp8', 'fbgemm_fp8'; name the "
+            "scheme that its tensors have, or use a compressed-tensors version"
         )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:

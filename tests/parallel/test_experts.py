@@ -27,7 +27,7 @@ from moe_jax.quantization import SCHEMES, Scheme
 from moe_jax.routing import RoutingParams
 from tests.support.cases.experts import make_stored_weights
 from tests.support.cases.hopper_layers import on_hopper
-from tests.support.cases.meshes import EXPERTS, LAYOUTS, case_config, make_parallel, marked, reference, run
+from tests.support.cases.meshes import EXPERTS, HIDDEN, LAYOUTS, case_config, make_parallel, marked, reference, run
 from tests.support.oracles.tolerances import assert_rows_close, tolerance
 
 DISPATCHES = ("replicate", "all_gather", "all_to_all")
@@ -314,6 +314,28 @@ def test_router_weight_on_input():
     for dispatch in ("replicate", "all_to_all"):
         y, _, _ = run(make_parallel("ep2", dispatch=dispatch), config, 5, "random")
         np.testing.assert_array_equal(y, reference(config, 5, "random")[2])
+
+
+@pytest.mark.parametrize("layout", ["ep2-tp2", "dp2-ep4", "sp=tp2-ep2-dp2"])
+@pytest.mark.parametrize("is_scaled_last", [False, True])
+@pytest.mark.sample(2)
+def test_router_weight_on_input_beside_what_is_added_once(layout, is_scaled_last):
+    """Biases of chosen experts, x for zero experts, the factor and the shared output, whole and as partial sums."""
+    options = dict(top_k=1, has_bias=True, renormalize=False, zero_expert_type="identity", routed_scaling_factor=2.5)
+    options |= dict(apply_router_weight_on_input=True, apply_routed_scale_to_output=is_scaled_last)
+    config, rng = case_config("bf16", **options), np.random.default_rng(6)
+    weights, placement = make_stored_weights(config), Placement.create(EXPERTS, 4 if "ep4" in layout else 2)
+    x, shared, logits = (
+        jnp.asarray(rng.standard_normal((9, width)), jnp.float32) for width in (HIDDEN, HIDDEN, EXPERTS + 2)
+    )
+    given = dict(routing=RoutingParams(jnp.zeros(EXPERTS + 2)), shared_output=shared, return_stats=True)
+    expected, stats = on_one_device(x, logits, weights, config, **given)
+    assert 0 < (stats.topk_ids < 0).sum() < 9
+    for reduces in (True,) if "sp=" in layout else (True, False):  # tokens of a split sequence have no partial sums
+        parallel = make_parallel(layout, reduce_results=reduces)
+        placed = place_weights(weights, config, placement, parallel)
+        y, _ = fused_moe(x, logits, placed, config, parallel, placement=placement, **given)
+        assert_rows_close(y if reduces else y.sum(axis=0), expected, tolerance("bf16", np.float32))
 
 
 @pytest.mark.parametrize(

@@ -137,11 +137,11 @@ def test_a_map_without_its_move_is_another_layer():
 
 
 @pytest.mark.parametrize(
-    "scheme", ["fp8_tensor", "fp8_block", "w4a16_g16_asym", "nvfp4_dynamic", "int8_w8a16", "mxfp4_a16"]
+    "scheme", ["fp8_tensor", "fp8_block", "w4a16_g16_asym", "nvfp4_dynamic", "int8_w8a16", "mxfp4_a16", "w4a8_int8"]
 )
 @pytest.mark.sample(2)
 def test_every_array_of_a_scheme_moves(scheme):
-    """M29, M156, M190, M214: bit for bit the parts of layers that never moved; scales and zero points move as well."""
+    """M29, M156, M168, M190, M214: bit for bit the parts of layers that never moved, scales and zero points too."""
     sizes = (E, K, 128, 128, torch.float32)
     rng = np.random.default_rng(0)
     shape = dict(gate_proj=(128, 128), up_proj=(128, 128), down_proj=(128, 128))

@@ -232,6 +232,21 @@ def test_marlin_says_the_shapes_of_its_parameters():
     refuses(ValueError, "w2_scale: num_groups_w2 is missing", method.get_weight_shape, "w2_scale", *call)
 
 
+@pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 320), (64, 36)])
+def test_marlin_says_the_shapes_of_every_width(num_bits, hidden, inner):
+    """M192, M197: 3-bit codes straddle words; gate and up have words of their own for zero points."""
+    integers = INT4 | {"num_bits": num_bits, "strategy": "channel", "symmetric": False}
+    method = torch_bridge.CompressedTensorsWNA16MarlinMoEMethod(integers, None)
+    layer = torch_bridge.FusedMoE(E, K, hidden, inner, torch.bfloat16, quant_config=method)
+    words = {count: int(np.ceil(count * num_bits / 32)) for count in (hidden, inner)}
+    for name, rows, columns, projections in (("w13", hidden, inner, 2), ("w2", inner, hidden, 1)):
+        weight = method.get_weight_shape(f"{name}_weight", E, hidden, inner)
+        zero_point = method.get_weight_shape(f"{name}_zp", E, hidden, inner, 1, 1)
+        assert weight == getattr(layer, f"{name}_weight_packed").shape == (E, words[rows], projections * columns)
+        assert zero_point == getattr(layer, f"{name}_weight_zero_point").shape == (E, 1, projections * words[columns])
+
+
 def test_activations_of_a_weight_only_checkpoint_may_be_quantized():
     """M195: by the name of the scheme; the packed weights stay what they are."""
     arrays = stored_arrays("w4a16_g32")

@@ -83,6 +83,15 @@ def test_callbacks_quantize_when_the_last_tensor_comes():
         unwrap(helper.__init__)(object.__new__(helper), object())
 
 
+def test_load_weights_says_who_fills_parameters_of_ones_own():
+    """M110: rather than take tensors that it has no place for."""
+    layer, pairs = bridge_layer(OwnMethod()), torch_pairs(plain_arrays())
+    with pytest.raises(
+        NotImplementedError, match="OwnMethod keeps its own .* call the weight_loader of each parameter"
+    ):
+        layer.load_weights(pairs)
+
+
 def test_callbacks_take_biases_where_the_layer_has_them():
     """M6: biases come with the weights, and ``setup_kernel`` waits for them."""
     layer, arrays = bridge_layer(OwnMethod(), has_bias=True), plain_arrays(bias=True)

@@ -1,20 +1,23 @@
 """Ranks that share a layer, simulated in one process: their results are the whole layer's, computed in float64."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 import torch_bridge
+from moe_jax.quantization import dequantize_tensor
 from tests.support.cases.torch_ranks import (
     FACTOR,
     LAYOUTS,
     E,
     H,
     I,
-    K,
     SimulatedGroup,
     arrays,
     assert_rows,
+    correction_of,
+    is_renormalized,
     linear,
     modules_around,
     reference,
@@ -22,6 +25,7 @@ from tests.support.cases.torch_ranks import (
     routing_of,
     run_ranks,
     tensors,
+    top_k_of,
     worst,
 )
 
@@ -32,6 +36,9 @@ FEATURES = [
     "bias transforms shared gated",
     "zero partial factor",
     "bias torch_routing partial gated factor",
+    "bias zero input shared factor",
+    "bias transforms input partial gated scale",
+    "bias torch_routing input shared scale",
     "",
 ]
 
@@ -39,9 +46,10 @@ FEATURES = [
 def layer_of(features, rank, group, reduce_results, *, quant_config=None, load=True, **layout):
     """One rank's layer, loaded through load_weights. rank: among all that share the layer."""
     p, words, size = arrays(), features.split(), layout.get("tp_size", 1) * layout.get("ep_size", 1)
-    options = dict(has_bias="bias" in words, reduce_results=reduce_results, renormalize="zero" not in words)
+    options = dict(has_bias="bias" in words, reduce_results=reduce_results, renormalize=is_renormalized(words))
+    options |= dict(apply_router_weight_on_input="input" in words)
     if "zero" in words:
-        bias = torch.tensor(p["correction"], dtype=torch.float32)
+        bias = torch.tensor(correction_of(words), dtype=torch.float32)
         options |= dict(zero_expert_type="identity", e_score_correction_bias=bias)
     options |= modules_around(words, rank, size) | dict(has_partial_shared_experts="partial" in words)
     if "shared" in words:
@@ -53,7 +61,7 @@ def layer_of(features, rank, group, reduce_results, *, quant_config=None, load=T
     if "torch_routing" in words:
         options |= dict(custom_routing_function=worst)
     layer = torch_bridge.FusedMoE(
-        E, K, H, I, torch.float32, quant_config=quant_config, process_group=group, **layout, **options
+        E, top_k_of(words), H, I, torch.float32, quant_config=quant_config, process_group=group, **layout, **options
     )
     if not load:
         return layer
@@ -107,21 +115,27 @@ def test_whole_layers(features):
     weights, ids = layer.select_experts(x, z)
     expected_weights, expected_ids = routing_of(features.split(), x.double().numpy(), z.double().numpy())
     np.testing.assert_array_equal(ids, expected_ids)
-    assert ("zero" in features) == bool((ids >= E).any())
+    assert ("zero" in features) == bool((ids >= E).any()) and bool((ids < E).any())
     factor = FACTOR if "factor" in features else 1.0
     np.testing.assert_allclose(weights, expected_weights * factor, rtol=1e-5)
     routed = routed_reference(features, x.double().numpy(), z.double().numpy())
     assert_rows(layer.quant_method.apply(layer, x, weights, ids), routed)
 
 
-@pytest.mark.parametrize("features", ["zero shared scale", "zero factor"], ids=lambda text: text.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "features", ["zero shared scale", "zero factor", "bias zero input scale"], ids=lambda text: text.replace(" ", "-")
+)
 def test_methods_of_ones_own(features):
-    """A method that computes in torch: the layer adds zero experts and the scale on the output around it, once."""
+    """A method that computes in torch: the layer adds zero experts and the scale on the output around it, once.
+
+    Biases of the expert that stands for a zero expert are not in the output.
+    """
 
     class Own(torch_bridge.FusedMoEMethodBase):
         def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, **_):
             own = np.arange(E) if layer.expert_map is None else np.flatnonzero(layer.expert_map.numpy() >= 0)
-            self.weights = [torch.tensor(arrays()[name][own], dtype=torch.float32) for name in ("w1", "w3", "w2")]
+            names = ("w1", "w3", "w2", "b1", "b3", "b2")
+            self.weights = [torch.tensor(arrays()[name][own], dtype=torch.float32) for name in names]
 
         def get_fused_moe_quant_config(self, layer):
             return None
@@ -133,8 +147,12 @@ def test_methods_of_ones_own(features):
                 for weight, e in zip(topk_weights[t], topk_ids[t], strict=True):
                     local = e if layer.expert_map is None else layer.expert_map[e]
                     if local >= 0:
-                        gate, up, down = (matrix[local] for matrix in self.weights)
-                        y[t] += weight * (down @ (torch.nn.functional.silu(gate @ x[t]) * (up @ x[t])))
+                        gate, up, down, *biases = (array[local] for array in self.weights)
+                        of_gate, of_up, of_down = (bias * layer.moe_config.has_bias for bias in biases)
+                        on_input, on_output = (weight, 1) if layer.apply_router_weight_on_input else (1, weight)
+                        row = on_input * x[t]
+                        hidden = torch.nn.functional.silu(gate @ row + of_gate) * (up @ row + of_up)
+                        y[t] += on_output * (down @ hidden + of_down)
             return y
 
     x, z = tensors(features)
@@ -145,3 +163,61 @@ def test_methods_of_ones_own(features):
     ]
     for found in run_ranks(lambda rank: layers[rank](x, z), 2):
         assert_rows(found, reference(features))
+
+
+def rounded(x, element, axis):
+    """x with the values that codes and a dynamic scale over ``axis`` keep of it."""
+    scale = np.abs(x).max(axis, keepdims=True) / (127 if element == "int8" else 448)
+    scaled = (x / np.where(scale == 0, 1, scale)).astype(np.float32)
+    codes = np.rint(scaled) if element == "int8" else scaled.astype(ml_dtypes.float8_e4m3fn)
+    return codes.astype(np.float64) * scale
+
+
+@pytest.mark.parametrize(
+    ("scheme", "axis", "layout"),
+    [("int8_w8a8", 1, dict(tp_size=2)), ("fp8_tensor", None, dict(tp_size=2)), ("fp8_tensor", None, dict(ep_size=2))],
+)
+def test_dynamic_scales_are_of_the_ranks_own_part(scheme, axis, layout):
+    """M52, M176: a rank rounds the rows that its experts get, and its part of I, by scales of those alone."""
+    element = scheme[:4] if scheme.startswith("int8") else "e4m3"
+    weights = [torch.tensor(arrays()[name], dtype=torch.float32) for name in ("w1", "w3", "w2")]
+    names = ("gate_proj", "up_proj", "down_proj")
+    pairs = [(f"experts.{e}.{name}.weight", w[e]) for e in range(E) for name, w in zip(names, weights, strict=True)]
+    x, z = tensors("")
+    x = x * torch.logspace(-1, 1, len(x))[:, None]  # rows of one rank have another range than all rows
+    topk_weights, topk_ids = routing_of([], x.double().numpy(), z.double().numpy())
+
+    def of_rank(layer):
+        """The rank's part in float64, from the weights that it holds."""
+        w13, w2 = (
+            np.asarray(dequantize_tensor(w), np.float64) for w in (layer.expert_weights.w13, layer.expert_weights.w2)
+        )
+        own = range(E) if layer.expert_map is None else np.flatnonzero(layer.expert_map.numpy() >= 0)
+        rows = [(t, k) for t in range(len(x)) for k in range(topk_ids.shape[1]) if topk_ids[t, k] in own]
+        local = [list(own).index(topk_ids[row]) for row in rows]
+        tokens = np.where([[any(e in own for e in chosen)] for chosen in topk_ids], x.double().numpy(), 0)
+        tokens = rounded(tokens, element, axis)
+        gate, up = (
+            np.stack([w13[e, half] @ tokens[t] for e, (t, _) in zip(local, rows, strict=True)]) for half in (0, 1)
+        )
+        hidden = rounded(gate / (1 + np.exp(-gate)) * up, element, axis)
+        y = np.zeros(x.shape)
+        for e, (t, k), row in zip(local, rows, hidden, strict=True):
+            y[t] += topk_weights[t, k] * (w2[e] @ row)
+        return y
+
+    def run(**ranks):
+        layer = torch_bridge.FusedMoE(E, 2, H, I, torch.float32, quant_config=scheme, online=True, **ranks)
+        layer.load_weights(pairs)
+        layer.process_weights_after_loading()
+        return layer(x, z).double().numpy(), of_rank(layer)
+
+    (kind, size), found, expected = next(iter(layout.items())), 0.0, 0.0
+    for rank in range(size):
+        part = run(**layout, **{kind.replace("size", "rank"): rank})
+        found, expected = found + part[0], expected + part[1]
+    whole, whole_expected = run()
+    assert_rows(torch.tensor(whole), whole_expected)
+    assert_rows(torch.tensor(found), expected)
+    with pytest.raises(AssertionError):  # no bound that any scale would meet
+        assert_rows(torch.tensor(found), whole)

@@ -59,32 +59,49 @@ def output_transform(y):
     return y * y.abs() if isinstance(y, torch.Tensor) else y * np.abs(y)
 
 
+def top_k_of(words):
+    """Experts of a token: one where router weights multiply the input."""
+    return 1 if "input" in words else K
+
+
+def correction_of(words):
+    """(E + Z,) e_score_correction_bias; small enough for one choice to be an expert here, a zero expert there."""
+    return arrays()["correction"] * (0.1 if "input" in words else 1.0)
+
+
+def is_renormalized(words):
+    return not {"zero", "input"} & set(words)
+
+
 def routing_of(features, x, z):
     """(T, K) weights and ids, before a factor; the torch function prefers the worst experts."""
-    p = arrays()
+    top_k = top_k_of(features)
     scores = np.exp(z - z.max(-1, keepdims=True))
     scores /= scores.sum(-1, keepdims=True)
     if "torch_routing" in features:
-        ids = np.argsort(z, axis=-1)[:, :K]
+        ids = np.argsort(z, axis=-1)[:, :top_k]
         return np.abs(np.take_along_axis(z, ids, -1)) + 0.5, ids
-    steered = scores + p["correction"] if "zero" in features else scores
-    ids = np.argsort(-steered, axis=-1, kind="stable")[:, :K]
+    steered = scores + correction_of(features) if "zero" in features else scores
+    ids = np.argsort(-steered, axis=-1, kind="stable")[:, :top_k]
     weights = np.take_along_axis(scores, ids, -1)
-    return weights / (1 if "zero" in features else weights.sum(-1, keepdims=True)), ids
+    return weights / (weights.sum(-1, keepdims=True) if is_renormalized(features) else 1), ids
 
 
 def routed_reference(features, x, z):
     """The routed output of the whole layer, token by token."""
     p, words, y = arrays(), features.split(), np.zeros((T, H))
     weights, ids = routing_of(words, x, z)
+    weights = weights * (FACTOR if "factor" in words else 1.0)
     for t in range(T):
         for weight, e in zip(weights[t], ids[t], strict=True):
             if e >= E:
                 y[t] += weight * x[t]
                 continue
-            gate, up = (p[w][e] @ x[t] + ("bias" in words) * p[b][e] for w, b in (("w1", "b1"), ("w3", "b3")))
-            y[t] += weight * (p["w2"][e] @ (gate / (1 + np.exp(-gate)) * up) + ("bias" in words) * p["b2"][e])
-    return y * FACTOR if {"scale", "factor"} & set(words) else y
+            on_input, on_output = (weight, 1.0) if "input" in words else (1.0, weight)
+            row = on_input * x[t]
+            gate, up = (p[w][e] @ row + ("bias" in words) * p[b][e] for w, b in (("w1", "b1"), ("w3", "b3")))
+            y[t] += on_output * (p["w2"][e] @ (gate / (1 + np.exp(-gate)) * up) + ("bias" in words) * p["b2"][e])
+    return y * FACTOR if "scale" in words else y
 
 
 def reference(features):
