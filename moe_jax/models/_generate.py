@@ -158,6 +158,7 @@ def generate(
             changes with the length, or over a mesh with Explicit axes.
     """
     settings = (temperature, top_p, top_k, sampling_params)
+    is_shared = boolean("enable_prefix_caching", enable_prefix_caching)
     if batch_size is not None or (attention_mask is None and _is_ragged(input_ids)):
         if attention_mask is not None:
             raise ValueError("batch_size takes prompts without padding; leave attention_mask out")
@@ -170,8 +171,7 @@ def generate(
 
         size = 64 if batch_size is None else batch_size
         ending = (eos_token_id, rng)
-        options: Any = dict(has_load=return_load, is_shared=boolean("enable_prefix_caching", enable_prefix_caching))
-        options |= dict(num_pages=num_pages)
+        options: Any = dict(has_load=return_load, is_shared=is_shared, num_pages=num_pages)
         load = generate_each(model, input_ids, hear, size, max_new_tokens, settings, *ending, **options)
         answers = [[*map(int, prompt), *made[index]] for index, prompt in enumerate(input_ids)]
         return (answers, load) if return_load else answers
@@ -303,7 +303,8 @@ def generate_each(
 def _is_ragged(prompts: Any) -> bool:
     if not isinstance(prompts, list | tuple):
         return False
-    return len({len(p) for p in prompts if isinstance(p, list | tuple) or getattr(p, "ndim", 0)}) > 1
+    rows = [p for p in prompts if (isinstance(p, Sequence) and not isinstance(p, str)) or getattr(p, "ndim", 0)]
+    return len(set(map(len, rows))) > 1
 
 
 def _checked(model: Any, max_new_tokens: Any, eos_token_id: Any, has_load: Any) -> tuple[int, list[int], np.ndarray]:

@@ -59,8 +59,10 @@ def check_segments(segment_ids: Any, shape: tuple[int, ...]) -> None:
 
 def check_ids(input_ids: Any, attention_mask: Any, vocab_size: int, segment_ids: Any = None) -> None:
     """input_ids: (B, S) integers, those of real tokens in [0, vocab_size); checked as far as values are known."""
-    check_array("input_ids", input_ids, jnp.integer, "(B, S)")
-    if input_ids.ndim != 2 or 0 in input_ids.shape:
+    is_empty = 0 in getattr(input_ids, "shape", ())  # np.asarray([]) holds no integers
+    if not is_empty:
+        check_array("input_ids", input_ids, jnp.integer, "(B, S)")
+    if is_empty or input_ids.ndim != 2:
         raise ValueError(f"input_ids has shape {input_ids.shape}, expected (B, S) with at least one token")
     if attention_mask is not None:
         check_mask(attention_mask, input_ids.shape)

@@ -105,6 +105,7 @@ class Sampler:
                 expected = f"expected 0 to {vocab_size - 1}"
                 raise ValueError(f"sampling_params of row {row} name token {outside[0]}, {expected}")
         # Beyond what float32 holds nothing changes: the coldest is greedy with ties drawn, the hottest uniform.
+        # Infinite biases and penalties would make NaN of logits.
         info, most = np.finfo(np.float32), np.iinfo(np.int32).max
         biases = [dict(p.logit_bias or {}) for p in params]
         floats = {
@@ -114,6 +115,7 @@ class Sampler:
         # Greedy rows keep 0, which no positive temperature becomes.
         temperature = floats["temperature"]
         floats["temperature"] = np.where(temperature > 0, np.clip(temperature, info.tiny, info.max), 0)
+        floats["repetition_penalty"] = np.clip(floats["repetition_penalty"], info.tiny, info.max)
         ends = [() if p.ignore_eos else tuple(eos_token_ids) for p in params]
         stops = [list(dict.fromkeys((*end, *(p.stop_token_ids or ())))) for end, p in zip(ends, params, strict=True)]
         for row, (stop, each) in enumerate(zip(stops, params, strict=True)):
@@ -129,7 +131,7 @@ class Sampler:
         arrays: dict[str, Any] = dict(
             top_k=np.asarray([min(p.top_k, most) for p in params], np.int32),
             bias_ids=_filled([list(b) for b in biases], 0, np.int32),
-            biases=_filled([list(b.values()) for b in biases], 0, np.float32),
+            biases=_filled([np.clip([*b.values()], info.min, info.max).tolist() for b in biases], 0, np.float32),
             rng=np.zeros(2, np.uint32) if rng is None else rng,
             streams=np.asarray(streams, np.uint32),
             has_seed=np.asarray([p.seed is not None for p in params]),

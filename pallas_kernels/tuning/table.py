@@ -41,6 +41,7 @@ _MEASURED_ON = (Gpu("NVIDIA H200", 132),)  # GPUs whose shipped table others may
 _FEWEST = 8  # An entry serves down to an eighth of its tokens: measured numbers are four or eight times apart.
 _MANY_ROWS = 128  # Above so many rows per expert, more tokens only add tiles of the same height.
 _GEMMS = ("gemm1", "gemm2")
+_HERE = "here"  # where a user's own table was measured
 # Fields by the names that saved files may have.
 _RENAMED = {
     "hidden": "hidden_size",
@@ -97,6 +98,11 @@ class Table:
         for entry in sorted(self.entries, key=lambda entry: entry.tokens):
             found.setdefault(entry.key, []).append(entry)
         return found
+
+    @property
+    def own_entries(self) -> tuple[Entry, ...]:
+        """Those of the user's own table."""
+        return tuple(entry for entry in self.entries if entry.where == _HERE)
 
     def buckets(self, key: AnyKey) -> tuple[int, ...]:
         """Numbers of tokens that were measured for ``key``, ascending."""
@@ -203,7 +209,7 @@ def table_for(device: Gpu | str) -> Table:
         lent = table_for(lender.kind).entries
         lent = Table(device.kind, tuple(dataclasses.replace(entry, where=where) for entry in lent))
         table = lent.merged(table.entries)
-    return table.merged(dataclasses.replace(entry, where="here") for entry in _of_user(device.kind).entries)
+    return table.merged(dataclasses.replace(entry, where=_HERE) for entry in _of_user(device.kind).entries)
 
 
 def _beside(lender: Gpu, device: Gpu) -> str:

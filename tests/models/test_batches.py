@@ -144,6 +144,12 @@ def test_plans():
     assert all(size + 128 <= group.num_slots for group in groups for size, _ in group.buckets)
 
 
+def test_sequences_of_any_kind(case):
+    model, options = case("mixtral_tied_window").model, dict(max_new_tokens=2)
+    given = [range(1, 4), (5, 6)]
+    assert generate(model, given, **options) == generate(model, [[1, 2, 3], [5, 6]], **options)
+
+
 def test_no_new_tokens(case):
     assert generate(case("mixtral").model, [[3], [4, 5]], max_new_tokens=0) == [[3], [4, 5]]
 

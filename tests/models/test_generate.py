@@ -167,6 +167,7 @@ def test_no_new_tokens(case):
         ([[1, -1]], {}, r"input_ids\[0, 1\] is -1"),
         ([1, 2], {}, r"shape \(2,\)"),
         (np.zeros((0, 3), np.int32), {}, r"shape \(0, 3\)"),
+        ([], {}, r"shape \(0,\), expected \(B, S\) with at least one token"),
         ([[1, 2]], dict(attention_mask=[[1]]), r"attention_mask has shape \(1, 1\)"),
         ([[1, 2], [3, 4]], dict(attention_mask=[[1, 1], [0, 0]]), "row 1 of input_ids without tokens"),
         ([[1, 2]], dict(attention_mask=[[1, 2]]), "attention_mask holds 2"),
@@ -195,6 +196,7 @@ def test_refusals(case, ids, options, words):
         (dict(eos_token_id=True), "eos_token_id=True"),
         (dict(model=lambda ids: ids), "model has type function"),
         (dict(sampling_params={"top_k": 1}), "expected SamplingParams"),
+        (dict(enable_prefix_caching="no"), "enable_prefix_caching='no', expected True or False"),
     ],
 )
 def test_wrong_types(case, options, words):

@@ -43,6 +43,19 @@ def expected(keep, temperature=1.0):
     return p / p.sum()
 
 
+def test_numbers_beyond_float32():
+    """As the largest it holds: infinities would make NaN of logits, which every argmax takes."""
+    early = SamplingParams(temperature=0, min_tokens=2, logit_bias={3: 1e39})
+    assert choose([LOGITS], early, eos_token_ids=[3]).tolist() == [1]
+    assert choose([LOGITS], early, eos_token_ids=[3], step=2).tolist() == [3]
+    strong = SamplingParams(temperature=0, repetition_penalty=1e45)
+    sampler, history = (
+        sampler_of(strong),
+        History(jnp.asarray([[True] * 3 + [False] * 2]), jnp.zeros((1, 5), jnp.int32)),
+    )
+    assert run(sampler, jnp.asarray([[0.0, -1.0, 2.0, -3.0, 1.0]]), jnp.zeros(1, jnp.int32), history).tolist() == [4]
+
+
 @pytest.mark.parametrize(
     "options, keep",
     [

@@ -2,8 +2,8 @@
 
 A file is a line of JSON with the digest of what follows, a line of JSON with the steps, and the modules of the kernels.
 Its name is a digest of everything that the program depends on: the versions of JAX, the sources of these packages, the
-function with its configuration, the shapes, and the GPU. Files are written beside their place and renamed into it. One
-that is damaged is refused and written again.
+function with its configuration, the shapes, the GPU, and the user's own tuning table for it. Files are written beside
+their place and renamed into it. One that is damaged is refused and written again.
 """
 
 import functools
@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_kernels.common.device import hopper_gpu
+from pallas_kernels.tuning import table_for
 from torch_bridge._tensors import numpy_dtype, torch_dtype
 from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernels import Cast, Kernel, KernelProgram, Spread
@@ -39,7 +41,10 @@ def name_of(function: Any, structs: Any, gpu: Gpu) -> str:
     """The name of a program's file. function: a frozen dataclass whose repr tells it from others."""
     leaves, structure = jax.tree.flatten(structs)
     shapes = [f"{np.dtype(leaf.dtype).name}{tuple(leaf.shape)}" for leaf in leaves]
-    facts = (jax.__version__, version("jaxlib"), _sources(), repr(function), str(structure), *shapes, repr(gpu))
+    with gpu.tracing():
+        own = table_for(hopper_gpu()).own_entries
+    which = (repr(function), str(structure), *shapes, repr(gpu), repr(own))
+    facts = (jax.__version__, version("jaxlib"), _sources(), *which)
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 

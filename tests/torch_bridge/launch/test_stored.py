@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from moe_jax import MoEConfig, Scheme
+from pallas_kernels.grouped_gemm import GemmConfig
+from pallas_kernels.tuning import FORMATS, Entry, LayerConfig, LayerKey, table_for, update, user_path
 from tests.support.refusals import refuses
 from torch_bridge._tensors import torch_dtype
 from torch_bridge.launch import KernelExperts, _stored, _tracers
@@ -41,6 +43,20 @@ def test_a_second_process_traces_nothing(monkeypatch, tmp_path):
     other = experts_of("fp8_channel", monkeypatch, tmp_path, renormalize=False)
     other.prepare([4], entry="layer", progress=made.append)
     assert made == [True, False, True]  # another configuration is another program
+
+
+def test_programs_follow_the_users_own_table(monkeypatch, tmp_path):
+    """What ``moe-jax autotune`` has measured since is what the next process runs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    table_for.cache_clear()
+    made, tiles = [], [GemmConfig(16, 64, 5, swap_ab=True)] * 2
+    measured = Entry(LayerKey(8, 2, 256, 256, **FORMATS["bf16"]), 4, LayerConfig(16, *tiles), 1.0)
+    for entries in ([], [measured]):
+        update(user_path(H200.kind), H200.kind, entries)
+        for _ in range(2):
+            experts_of("bf16", monkeypatch, tmp_path).prepare([4], progress=made.append)
+    table_for.cache_clear()
+    assert made == [True, False, True, False]
 
 
 @pytest.mark.sample(4)
