@@ -495,7 +495,7 @@ def _checked_prompts(prompts: Any) -> Sequence[Any]:
         return [prompts]
     if isinstance(prompts, np.ndarray | jax.Array):
         prompts = np.asarray(prompts).tolist()
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes | bytearray):
         raise TypeError(f"prompts has type {type(prompts).__name__}, expected texts or lists of tokens")
     return [prompts] if prompts and all(map(_is_integer, prompts)) else prompts
 
@@ -503,7 +503,7 @@ def _checked_prompts(prompts: Any) -> Sequence[Any]:
 def _checked_ids(ids: Any, where: str) -> list[int]:
     if isinstance(ids, np.ndarray | jax.Array):
         ids = np.asarray(ids).tolist()
-    if not isinstance(ids, Sequence) or not all(map(_is_integer, ids)):
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_integer, ids)):
         raise TypeError(f"{where} is {shown(ids)}, expected a text or a list of tokens")
     if not ids:
         raise ValueError(f"{where} is empty, expected at least one token")

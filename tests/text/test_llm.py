@@ -444,6 +444,8 @@ def test_streams_that_are_left(llm):
         ({"prompt": 3}, GREEDY, {}, TypeError, "prompt 0 has prompt=3, expected a text"),
         ({}, GREEDY, {}, ValueError, "expected prompt or prompt_token_ids"),
         (5, GREEDY, {}, TypeError, "prompts has type int"),
+        (b"text", GREEDY, {}, TypeError, "prompts has type bytes, expected texts or lists of tokens"),
+        (["a", b"text"], GREEDY, {}, TypeError, "prompt 1 is b'text', expected a text or a list of tokens"),
         ("\udcff", GREEDY, {}, ValueError, "prompt 0: character 0 is an unpaired surrogate"),
     ],
 )
