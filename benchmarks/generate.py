@@ -3,7 +3,7 @@
     python benchmarks/generate.py [--cases qwen3-30b-a3b:fp8_block,mixtral-8x7b:w4a16_g128] [--layers 4]
         [--decode 1,16,64,256] [--context 1024,8192] [--prefill 512,2048,8192,32768] [--attention auto,cudnn]
         [--profile decode:1,prefill:2048] [--dense stored] [--whole] [--vocabulary N] [--seconds 240]
-        [--json FILE]
+        [--json FILE] [--routing]
     JAX_PLATFORMS=cpu python benchmarks/generate.py --tiny        # tries the script out anywhere
 
 Random weights at the true sizes of a layer, as many layers as ``--layers`` says; embedding and head included. Attention
@@ -13,7 +13,8 @@ last token. As in ``generate``, calls follow each other in a loop inside one pro
 time of 2 turns is taken off that of many, which leaves the device's time per call. "outside" is the time of the same
 model with its experts replaced by nothing: attention, norms, embedding, head, and what XLA saves when the experts are
 gone. "launches" are the kernels of a layer outside its experts, counted in programs with two layers of experts at
-least. ``--profile`` names the kernels of a call, launched one by one, with their time.
+least. ``--profile`` names the kernels of a call, launched one by one, with their time. ``--routing`` times nothing: it
+says how many experts of each layer a call's rows go to, and how many rows the busiest one gets; on a CPU, too.
 
 Each case is a process of its own; its programs are compiled side by side. Cells that would end after ``--seconds`` are
 left out, and named; so are cells that fail, with the reason.
@@ -72,7 +73,7 @@ def build(name: str, scheme: str, options: Any) -> Any:
     """A model of random weights. Layers behind the first four are copies of a like layer there.
 
     Embeddings have unit variance, as vllm_engine.py draws them. With small ones what attention adds to all tokens alike
-    decides where they are routed: 336 of a prefill's 512 tokens of Qwen3 to one expert, 60 with these.
+    decides where they are routed: 336 of a prefill's 512 tokens of Qwen3 to one expert, 61 with these.
     """
     parsed = None if scheme == "bf16" else scheme_named(scheme)
     dtype = jnp.float32 if options.tiny else jnp.bfloat16  # some bfloat16 products do not run on a CPU
@@ -226,6 +227,14 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
     """Say a cell for each way to attend and each call."""
     began = time.monotonic()
     whole = build(name, scheme, options)
+    if options.routing:
+        for kind, rows, new, held in calls_of(options):
+            ids = jax.random.randint(jax.random.key(1), (rows, new), 0, whole.config.vocab_size)
+            cache = filled_cache(whole.config, rows, held, new, whole.dtype)
+            load = np.asarray(whole.hidden_states(ids, cache=cache, return_stats=True)[-1].load)
+            cell = dict(model=name, scheme=scheme, attention="", kind=kind, rows=rows, tokens=new, held=held)
+            say(cell | dict(hit=(load > 0).sum(1).tolist(), busiest=load.max(1).tolist(), of=int(load.sum(1)[0])))
+        return
     models = [whole, nnx.merge(*nnx.split(whole))][: 1 if options.whole else 2]
     for layer in models[1].layers if len(models) == 2 else ():
         layer.mlp = _Nothing()
@@ -274,6 +283,8 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
         return [f"{cell['model']} {cell['scheme']}: weights made in {cell['built_s']} s"]
     head = f"{cell['model']:14s} {cell['scheme']:12s} {cell['attention']:6s} {cell['kind']:7s} rows={cell['rows']:3d} "
     head += f"tokens={cell['tokens']:5d} held={cell['held']:5d}"
+    if "busiest" in cell:
+        return [f"{head}  {cell['of']} rows, by layer: to {cell['hit']} experts, {cell['busiest']} to the busiest"]
     if "us" not in cell:
         return [f"{head}  left out: {cell.get('failed', 'no time left')}"]
     us, outside, seconds = cell["us"], cell["outside_us"], " + ".join(f"{s:.1f}" for s in cell["compile_s"])
@@ -302,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
     parser.add_argument("--vocabulary", type=whole(0), default=0, help="another size of it, such as vllm_engine.py's")
     parser.add_argument("--whole", action="store_true", help="time no model without experts")
+    parser.add_argument("--routing", action="store_true", help="say where rows are routed, and time nothing")
     parser.add_argument("--seconds", type=duration, default=240.0)
     parser.add_argument("--threads", type=whole(1), default=8)
     parser.add_argument("--tiny", action="store_true")
@@ -336,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         arguments += [f"--profile={options.profile}", f"--dense={options.dense}", f"--threads={options.threads}"]
         arguments += [f"--vocabulary={options.vocabulary}"]
-        arguments += [f"--{flag}" for flag in ("tiny", "whole") if getattr(options, flag)]
+        arguments += [f"--{flag}" for flag in ("tiny", "whole", "routing") if getattr(options, flag)]
         arguments += [f"--seconds={left}", "--worker", f"--cases={case}"]
         # One process at a time: it takes the GPU's memory at once, unlike those of the other scripts.
         for line in lines_of([sys.executable, __file__, *arguments], left + 30, os.environ):

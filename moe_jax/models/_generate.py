@@ -303,7 +303,7 @@ def generate_each(
 def _is_ragged(prompts: Any) -> bool:
     if not isinstance(prompts, list | tuple):
         return False
-    rows = [p for p in prompts if (isinstance(p, Sequence) and not isinstance(p, str)) or getattr(p, "ndim", 0)]
+    rows = [p for p in prompts if (isinstance(p, Sequence) and not isinstance(p, str | bytes)) or getattr(p, "ndim", 0)]
     return len(set(map(len, rows))) > 1
 
 

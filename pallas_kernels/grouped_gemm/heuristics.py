@@ -19,10 +19,9 @@ from pallas_kernels.grouped_gemm.problem import GemmDesc, GroupedGemm
 
 MAX_STAGES = 8
 MAX_SWAP_AB_STAGES = 12  # Slots are smaller: more of them keep as many bytes on their way.
-MOST_TWICE = 80  # rows of the highest small-M tile with two stages of two blocks
 MOST_SCALED = 80  # rows of the highest small-M tile where every 128 of K are scaled
 _PLENTY = 4  # With so many rounds of the machine, a ragged last one no longer counts.
-_MANY_EXPERTS = 120  # tiles of as many experts
+_MANY_TILES = 120  # of rows; from so many on gate and up are read two experts at a time
 _LONG = 16  # Over so many rounds CTAs drift apart, and those of one expert no longer find its weights in L2.
 Config = TypeVar("Config")
 
@@ -98,7 +97,7 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     widths = (64, 128, 256) if is_short else (128, 64, 256)
     if block_m in SWAP_AB_BLOCK_MS:
         is_large_m = block_m > SMALL_M
-        group = 2 if desc.projections > 1 and not is_large_m and tiles >= _MANY_EXPERTS else GemmConfig.raster_group_m
+        group = 2 if desc.projections > 1 and not is_large_m and tiles >= _MANY_TILES else GemmConfig.raster_group_m
         if desc.k * desc.itemsize % 128:
             steps = (1, 2) if is_large_m else (1, 4)
         else:
@@ -135,7 +134,7 @@ def refusal(desc: GemmDesc, config: GemmConfig) -> str | None:
         return "128 rows with swap_ab: the plain tile leaves out chunks that nobody uses"
     is_short = config.num_stages * config.step_blocks < (3 if config.is_large_m else 4)
     # Two stages of two blocks were timed in small-M tiles with block scales only; gate and up of 96 rows spill.
-    may_be_two = config.is_large_m or (desc.is_block_scaled and config.block_m <= MOST_TWICE)
+    may_be_two = config.is_large_m or (desc.is_block_scaled and config.block_m <= MOST_SCALED)
     is_short |= not may_be_two and (config.num_stages, config.step_blocks) == (2, 2)
     if config.swap_ab and is_short:
         return f"{config.num_stages} stages: too few bytes on their way for tiles that wait for memory"
@@ -183,15 +182,14 @@ def _in_step(desc: GemmDesc, config: GemmConfig) -> GemmConfig:
 
     CTAs that work on one expert read the same weights at the same time as long as they run in step. Over many rounds
     they drift apart. Both products of DeepSeek-V3's 256 experts take 0.72 of the time at 8192 tokens with FP8 blocks,
-    the first with a scale a channel 0.73 (H100). With FP8 blocks, which read most beside what they multiply, two rounds
-    are enough: 0.90 to 1.02 of the time, of three other models 0.97 on average (H100). One matrix for all rows, and
-    products with outputs beside theirs, were not timed in clusters.
+    the first with a scale a channel 0.73 (H100). Those of three other models take 0.94 to 1.03 of it with FP8 blocks.
+    One matrix for all rows, and products with outputs beside theirs, were not timed in clusters.
     """
     if desc.num_experts == 1 or desc.has_outputs_beside:
         return config
     tiles = expected_tiles(desc, config.block_m)
     rounds = tiles * -(-desc.n // config.block_n) / config.num_sms
-    is_long = rounds >= (2 if desc.is_block_scaled else _LONG) and tiles >= 1.5 * desc.num_experts
+    is_long = rounds >= _LONG and tiles >= 1.5 * desc.num_experts
     if not is_long or config.block_m <= SMALL_M or config.row_chunk is not None:
         return config
     pair = dataclasses.replace(config, cluster=2, shares_weights=True)

@@ -49,11 +49,10 @@ def test_numbers_beyond_float32():
     assert choose([LOGITS], early, eos_token_ids=[3]).tolist() == [1]
     assert choose([LOGITS], early, eos_token_ids=[3], step=2).tolist() == [3]
     strong = SamplingParams(temperature=0, repetition_penalty=1e45)
-    sampler, history = (
-        sampler_of(strong),
-        History(jnp.asarray([[True] * 3 + [False] * 2]), jnp.zeros((1, 5), jnp.int32)),
-    )
-    assert run(sampler, jnp.asarray([[0.0, -1.0, 2.0, -3.0, 1.0]]), jnp.zeros(1, jnp.int32), history).tolist() == [4]
+    history = History(jnp.asarray([[True] * 3 + [False] * 2]), jnp.zeros((1, 5), jnp.int32))
+    assert run(
+        sampler_of(strong), jnp.asarray([[0.0, -1.0, 2.0, -3.0, 1.0]]), jnp.zeros(1, jnp.int32), history
+    ).tolist() == [4]
 
 
 @pytest.mark.parametrize(
