@@ -10,7 +10,9 @@ Random weights at the true sizes of a layer, as many layers as ``--layers`` says
 weights are quantized like the experts where files of the format have them so (``--dense bf16``: nowhere). decode: B
 rows, one new token each, a cache that holds ``--context`` tokens a row. prefill: one row, an empty cache, logits of the
 last token. As in ``generate``, calls follow each other in a loop inside one program, each fed by the one before; the
-time of 2 turns is taken off that of many, which leaves the device's time per call. "outside" is the time of the same
+time of 2 turns is taken off that of many, which leaves the device's time per call. Prefills are also timed as
+vllm_engine.py times those of vLLM: one call after a rest, in which the GPU's clock is not held down by its power limit.
+"outside" is the time of the same
 model with its experts replaced by nothing: attention, norms, embedding, head, and what XLA saves when the experts are
 gone. "launches" are the kernels of a layer outside its experts, counted in programs with two layers of experts at
 least. ``--profile`` names the kernels of a call, launched one by one, with their time. ``--routing`` times nothing: it
@@ -58,6 +60,7 @@ CASES += ",mixtral-8x7b:w4a16_g128,gpt-oss-20b:mxfp4_a16,gpt-oss-120b:mxfp4_a16,
 _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=2, vocab_size=512)
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_local_experts=8, num_experts_per_tok=2)
 _FEW, _SAMPLES, _SAMPLE_S, _TRACED = 2, 5, 0.05, 3
+_RESTS, _REST_S = 7, 0.1
 _DRAWN = 4  # layers
 _TILED = 8  # slots of a cache, as ``generate`` makes it, are a multiple
 
@@ -172,12 +175,14 @@ class Program:
         layers = outside_the_experts(launches(self._compiled.as_text()))
         return [launch.name for launch in layers[len(layers) // 2]] if layers else []
 
-    def micros(self) -> float:
-        """Device time of one call: median of the samples, with at least 10 calls in each."""
+    def micros(self) -> tuple[float, float]:
+        """Device time of one call: of many without a pause, the median of the samples with at least 10 calls in each;
+        and of one after a rest, the median of several."""
         arguments = self._arguments()
 
-        def seconds(count: int) -> float:
+        def seconds(count: int, rest: float = 0.0) -> float:
             nonlocal arguments
+            time.sleep(rest)
             start = time.perf_counter()
             arguments = jax.block_until_ready(self._compiled(self._leaves, *arguments, np.int32(count)))
             return time.perf_counter() - start
@@ -185,7 +190,8 @@ class Program:
         seconds(_FEW)
         many = int(np.clip(_SAMPLE_S / max(seconds(_FEW) / _FEW, 1e-6), 10, 200))
         differences = [seconds(_FEW + many) - seconds(_FEW) for _ in range(_SAMPLES)]
-        return float(np.median(differences)) / many * 1e6
+        rested = [seconds(1, _REST_S) - seconds(0, _REST_S) for _ in range(_RESTS)]
+        return float(np.median(differences)) / many * 1e6, float(np.median(rested)) * 1e6
 
     def profile(self) -> list[tuple[str, float, float]]:
         """(kernel, microseconds, launches) of a call."""
@@ -266,10 +272,11 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
             say(cell)
             continue
         try:
-            us, *outside = (program.micros() for program in pair)
+            (us, rested), *outside = (program.micros() for program in pair)
             cell |= dict(
                 us=us,
-                outside_us=outside[0] if outside else None,
+                rested_us=rested if kind == "prefill" else None,
+                outside_us=outside[0][0] if outside else None,
                 launches=pair[0].launches(),
                 compile_s=pair[0].seconds,
             )
@@ -291,8 +298,9 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
     apart = ""
     if outside is not None:
         apart = f" experts {(us - outside) / layers:8.1f} us, outside {outside / layers:8.1f} us ({outside / us:5.1%}),"
+    rested = "" if cell["rested_us"] is None else f" ({cell['rested_us'] / 1e3:.3f} after a rest)"
     lines = [
-        f"{head} {us / 1e3:9.3f} ms, {us / (cell['rows'] * cell['tokens']):9.2f} us a token; a layer:{apart} "
+        f"{head} {us / 1e3:9.3f} ms{rested}, {us / (cell['rows'] * cell['tokens']):9.2f} us a token; a layer:{apart} "
         f"{len(cell['launches']) or 'uncounted'} launches; lowered + compiled in {seconds} s"
     ]
     if "profile" in cell:

@@ -86,9 +86,9 @@ class Engine:
         self.torch, self.vllm = torch, vllm
         model, form = options.case.split(":")
         folder = Path(tempfile.mkdtemp()) / model
-        self.vocabulary = options.vocabulary or MODELS[model]["vocab_size"]
+        self.vocabulary = int(options.vocabulary) or MODELS[model]["vocab_size"]
         config = MODELS[model] | dict(vocab_size=self.vocabulary)
-        models.write_config(folder, config, models.QUANTIZATION[form], options.layers)
+        models.write_config(folder, config, models.QUANTIZATION[form], int(options.layers))
         self.prefills, self.decodes = cells_of(options)
         rows = [rows for rows, _ in self.decodes]
         self.batched = 8192 if options.default_graphs else min(8192, max(2048, *self.prefills))
@@ -96,7 +96,7 @@ class Engine:
         longest = max(self.prefills + [each for _, each in held])
         tokens = max(self.prefills + [rows * each for rows, each in held])
         # Tokens are counted in blocks of 16, a few of which vLLM keeps; 1.2 is room for both.
-        cache = int(1.2 * tokens * cache_bytes(config)) * options.layers
+        cache = int(1.2 * tokens * cache_bytes(config)) * int(options.layers)
         graphs = sorted({1, 2, 4, 8, *rows})
         sizes = dict(cudagraph_capture_sizes=graphs, max_cudagraph_capture_size=graphs[-1])
         sizes = {} if options.default_graphs else sizes
@@ -269,9 +269,9 @@ def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, back
     ]
     command += [
         "--vocabulary",
-        str(options.vocabulary),
+        of_case(options, "vocabulary", case),
         "--layers",
-        str(options.layers),
+        of_case(options, "layers", case),
         "--prefill",
         options.prefill,
         "--decode",
@@ -288,6 +288,14 @@ def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, back
     )
     log = open(cache / f"{name.replace(':', '_')}.txt", "w")
     return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT), Path(log.name)
+
+
+def of_case(options: argparse.Namespace, name: str, case: str) -> str:
+    """An option that may have one number for each case, with commas between them."""
+    cases, given = options.cases.split(","), getattr(options, name).split(",")
+    if len(given) not in (1, len(cases)):
+        raise SystemExit(f"--{name}: {len(given)} numbers for {len(cases)} cases; one, or one for each")
+    return given[cases.index(case) % len(given)]
 
 
 def results(log: Path) -> list[dict[str, Any]]:
@@ -340,11 +348,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--engines", default="", help="some of ours, auto, triton, deep_gemm and marlin; default: all")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", default="4", help="of all cases, or with commas of each")
     parser.add_argument("--prefill", default="2048", help="tokens, with commas between them")
     parser.add_argument("--decode", default="1x1024,64x1024", help="rows x tokens that each holds")
     parser.add_argument(
-        "--vocabulary", type=int, default=0, help="another size of it; inductor tries gpt-oss' head in 50 GB of memory"
+        "--vocabulary", default="0", help="as --layers: another size; inductor tries gpt-oss' head in 50 GB of memory"
     )
     parser.add_argument(
         "--limit", type=float, default=900, help="seconds for all of it; six engines start in 2 minutes"
