@@ -18,7 +18,7 @@ from moe_jax.loading import LoadReport
 from moe_jax.models._cache import KVCache, are_pages_missing, key_positions, slot_order, slots_of, starts_of_runs
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._fused import added_and_normed
+from moe_jax.models._fused import added_and_normed, added_normed_and_routed
 from moe_jax.models._inputs import check_cache, check_ids, check_page_table, check_positions
 from moe_jax.models._layer_cache import PAGE_SLOTS
 from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
@@ -76,9 +76,9 @@ class DecoderLayer(nnx.Module):
         normalises in one step. cached: the old cache, or None."""
         x, normal = self._into_attention(x, addend)
         y, kept, selected = self.self_attn(normal, inputs, cached)
-        x, normal = self._next(x, self._given(self.attention_norm, y), self.mlp_norm)
+        x, normal, of_router = self._into_mlp(x, self._given(self.attention_norm, y), token_mask)
         if isinstance(self.mlp, MoEBlock):
-            y, stats = self.mlp(normal, token_mask=token_mask, return_stats=True)
+            y, stats = self.mlp(normal, token_mask=token_mask, **of_router, return_stats=True)
         else:
             y, stats = self.mlp(normal), None
         return x, self._given(self.mlp_norm, y), kept, selected, stats
@@ -89,6 +89,20 @@ class DecoderLayer(nnx.Module):
         if isinstance(self.self_attn, Attention | LatentAttention) and not self.is_post_norm:
             found = self.self_attn.added_and_projected(self.attention_norm, x, addend)
         return self._next(x, addend, self.attention_norm) if found is None else found
+
+    def _into_mlp(
+        self, x: Array, addend: Array | PartialSums | None, token_mask: Array | None
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        """(the sum, what the feed-forward layer takes of it, its ``router_logits`` where the same launch makes them).
+
+        A router sees zeros in place of masked tokens, the norm's launch does not."""
+        found = None
+        if type(self.mlp) is MoEBlock and token_mask is None and not self.is_post_norm:
+            sms = self.self_attn.num_sms()
+            found = added_normed_and_routed(self.mlp_norm, x, addend, self.mlp.router, sms)
+        if found is None:
+            return *self._next(x, addend, self.mlp_norm), {}
+        return *found[:2], dict(router_logits=found[2])
 
     def _next(self, x: Array, addend: Array | PartialSums | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""

@@ -46,6 +46,31 @@ def added_and_normed(
     return with_gradient_of(run, judge, x, norm.weight[...], parts, bias)
 
 
+def added_normed_and_routed(
+    norm: RMSNorm | LayerNorm,
+    x: Float[Array, "... H"],
+    addend: Array | PartialSums | None,
+    router: Any,
+    sms: int | None,
+) -> tuple[Array, Array, Array] | None:
+    """(x + addend, its norm, ``router`` of that): float32 logits (..., E) of few tokens.
+
+    None where the router is more than a product with a plain weight and its bias, or no kernel makes all three.
+    """
+    if type(router) is not Linear or router.lora is not None or router.out_dtype != jnp.float32:
+        return None
+    weight, router_bias = router.weight.get_value(), None if router.bias is None else router.bias[...]
+    parts, bias = _parts(addend, x)
+    if isinstance(weight, QuantizedMatrix) or weight.dtype != x.dtype:
+        return None
+    of_router = dict(num_experts=weight.shape[0], has_router_bias=router_bias is not None)
+    if not _takes_norm(norm, x, parts, bias, sms, **of_router):
+        return None
+    run, judge = (functools.partial(_added_and_normed, norm.eps, name, "none", 0) for name in ("hopper", "reference"))
+    found: Any = with_gradient_of(run, judge, x, norm.weight[...], parts, bias, weight, router_bias)
+    return found
+
+
 def added_and_projected(
     norm: RMSNorm | LayerNorm,
     x: Float[Array, "... H"],
@@ -106,13 +131,14 @@ def _takes_norm(
     sms: int | None,
     quantization: str = "none",
     scale_rows: int = 0,
+    **of_router: Any,
 ) -> bool:
     if sms is None or type(norm) is not RMSNorm or 0 in x.shape or norm.weight.dtype != x.dtype:
         return False
     name, rows = jnp.dtype(x.dtype).name, x.size // x.shape[-1]
     count, kind = (0, None) if parts is None else (parts.shape[0], jnp.dtype(parts.dtype).name)
     sizes = rows, x.shape[-1], name, count, norm.eps, kind, quantization, scale_rows, bias is not None
-    desc = norm_kernel.AddNormDesc(*sizes)
+    desc = norm_kernel.AddNormDesc(*sizes, **of_router)
     return norm_kernel.config_error(desc, norm_kernel.choose_config(desc, sms)) is None
 
 
@@ -127,11 +153,16 @@ def _added_and_normed(
     weight: Array,
     parts: Array | None,
     bias: Array | None,
+    router: Array | None = None,
+    router_bias: Array | None = None,
 ) -> tuple[Array, ...]:
-    """(sum, norm) of x's shape; or (sum, codes (T, H), scales)."""
+    """(sum, norm) of x's shape, with a router its logits (..., E); or (sum, codes (T, H), scales)."""
     options: Any = dict(bias=bias, quantization=quantization, scale_rows=scale_rows or None, implementation=name)
+    options |= dict(router=router, router_bias=router_bias)
     total, *normal = norm_kernel.add_and_norm(x.reshape(-1, x.shape[-1]), weight, parts, eps=eps, **options)
-    return total.reshape(x.shape), *(normal if quantization != "none" else [normal[0].reshape(x.shape)])
+    if quantization == "none":
+        normal = [found.reshape(*x.shape[:-1], -1) for found in normal]
+    return total.reshape(x.shape), *normal
 
 
 def rotated_and_stored(

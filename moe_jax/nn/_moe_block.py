@@ -39,6 +39,7 @@ class MoEBlock(Versioned):
         token_mask: ArrayArg | None = None,
         token_ids: ArrayArg | None = None,
         replayed_ids: ArrayArg | None = None,
+        router_logits: ArrayArg | None = None,
         return_stats: Literal[False] = False,
     ) -> Array: ...
 
@@ -50,6 +51,7 @@ class MoEBlock(Versioned):
         token_mask: ArrayArg | None = None,
         token_ids: ArrayArg | None = None,
         replayed_ids: ArrayArg | None = None,
+        router_logits: ArrayArg | None = None,
         return_stats: Literal[True],
     ) -> tuple[Array, MoEStats]: ...
 
@@ -61,6 +63,7 @@ class MoEBlock(Versioned):
         token_mask: ArrayArg | None = None,
         token_ids: ArrayArg | None = None,
         replayed_ids: ArrayArg | None = None,
+        router_logits: ArrayArg | None = None,
         return_stats: bool,
     ) -> Array | tuple[Array, MoEStats]: ...
 
@@ -71,19 +74,24 @@ class MoEBlock(Versioned):
         token_mask: ArrayArg | None = None,
         token_ids: ArrayArg | None = None,
         replayed_ids: ArrayArg | None = None,
+        router_logits: ArrayArg | None = None,
         return_stats: bool = False,
     ) -> Array | tuple[Array, MoEStats]:
-        """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``."""
+        """x (..., H) -> (..., H) in x's dtype, with ``MoEStats`` when asked for; the rest as in ``FusedMoE``.
+
+        router_logits: (..., E), what the router gives for x with zeros for masked tokens, where the caller has it: the
+        router is not called then.
+        """
         return_stats = boolean("return_stats", return_stats)
         check_array("x", x, jnp.floating, f"(..., {self.experts.config.hidden_size})")
         check_is_kept("x", x)
         self = one_version(self)
         per_token: dict[str, Any] = dict(token_mask=token_mask, token_ids=token_ids, replayed_ids=replayed_ids)
         if getattr(self.experts, "parallel", None) is None and lies_on_explicit_axes((self, x)):
-            y, stats = in_auto_axes(_with_stats, x, dict(block=self, **per_token))
+            y, stats = in_auto_axes(_with_stats, x, dict(block=self, router_logits=router_logits, **per_token))
             return (y, stats) if return_stats else y
         x = without_padding(x, token_mask)
-        logits, parts = self._logits(x)
+        logits, parts = self._logits(x) if router_logits is None else (router_logits, None)
         per_token |= {} if parts is None else dict(router_parts=parts)
         y, stats = self.experts(x, logits, **per_token, return_stats=True)
         if self.shared_experts is not None:

@@ -18,15 +18,17 @@ def add_and_norm(
     *,
     eps: float,
     bias: jax.Array | None = None,
+    router: jax.Array | None = None,
+    router_bias: jax.Array | None = None,
     quantization: str = "none",
     scale_rows: int | None = None,
     config: AddNormConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """(x + addend + bias, that / sqrt(mean(that^2) + eps) * weight over the last axis).
+    """(x + addend + bias, that / sqrt(mean(that^2) + eps) * weight over the last axis), and the router's logits of it.
 
     Sum and norm are computed in float32. Each is rounded once, so that the norm is that of the sum before its rounding,
-    as it is where XLA fuses the two.
+    as it is where XLA fuses the two. Logits are of the rounded norm.
 
     Args:
         x: (T, H).
@@ -35,6 +37,9 @@ def add_and_norm(
             which are added in their order. Of their R >= T rows those past T are not read. None for zeros: then x is
             returned as it is.
         bias: (H,) float, of the product that addend is; None for zeros.
+        router: (E, H) of x's dtype, then the last result is norm router^T + router_bias, (T, E) float32, summed in
+            float32; None for no such result. The Hopper kernel takes up to ``FEW_TOKENS`` tokens, not quantized.
+        router_bias: (E,) float; None for zeros.
         quantization: "none", or what is done to the rounded norm, as by ``quantize_and_permute``: "e4m3_row",
             "int8_row", "e4m3_group" or "e4m3_group_ue8m0". Then the results are (x + addend, codes, scales).
         scale_rows: the scales have room for this many rows, at least T; those past T are unspecified.
@@ -60,6 +65,7 @@ def add_and_norm(
     is_float = bias is None or jnp.issubdtype(bias.dtype, jnp.floating)
     if bias is not None and (parts is None or bias.shape != weight.shape or not is_float):
         raise ValueError(f"bias is {bias.dtype}{bias.shape}, expected a float dtype and {weight.shape}, with an addend")
+    _check_router(x, router, router_bias)
     desc = AddNormDesc(
         *x.shape,
         dtype=jnp.dtype(x.dtype).name,
@@ -69,6 +75,8 @@ def add_and_norm(
         quantization=quantization,
         scale_rows=scale_rows or 0,
         has_bias=bias is not None,
+        num_experts=0 if router is None else router.shape[0],
+        has_router_bias=router_bias is not None,
     )
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
@@ -82,8 +90,25 @@ def add_and_norm(
 
         from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90  # here: importing it loads Pallas
 
-        found = add_and_norm_sm90(desc, chosen)(x, weight, *(a for a in (parts, bias) if a is not None))
+        optional = (a for a in (parts, bias, router, router_bias) if a is not None)
+        found = add_and_norm_sm90(desc, chosen)(x, weight, *optional)
         return (x, *found) if parts is None else tuple(found)
 
-    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, parts, bias))
+    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, parts, bias, router, router_bias))
     return first_that_runs("add_and_norm", runs, implementation)
+
+
+def _check_router(x: jax.Array, router: jax.Array | None, router_bias: jax.Array | None) -> None:
+    if router is None:
+        if router_bias is not None:
+            raise ValueError(f"router_bias {router_bias.shape} is given without a router; pass both or neither")
+        return
+    if router.ndim != 2 or router.shape[1] != x.shape[1] or not router.shape[0]:
+        raise ValueError(f"router has shape {router.shape}, expected (E, {x.shape[1]}) to match x {x.shape}")
+    if router.dtype != x.dtype:
+        raise TypeError(f"router is {router.dtype}, expected {x.dtype} as x")
+    is_float = router_bias is None or jnp.issubdtype(router_bias.dtype, jnp.floating)
+    if router_bias is not None and (router_bias.shape != router.shape[:1] or not is_float):
+        raise ValueError(
+            f"router_bias is {router_bias.dtype}{router_bias.shape}, expected a float dtype and {router.shape[:1]}"
+        )

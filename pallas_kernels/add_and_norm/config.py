@@ -7,6 +7,8 @@ from pallas_kernels.quantize_and_permute.config import GROUP, WARPS, PermuteDesc
 
 QUANTIZATIONS = ("none", "e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
 MOST_COLUMNS = 8192  # of a row, which a warpgroup holds at once: 64 values a thread
+FEW_TOKENS = 4  # up to here every CTA makes the norm of its row anew, to multiply it with weights of its own
+_MOST_WEIGHTS = 16384  # of a router, which a warpgroup holds at once: 64 registers a thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +18,8 @@ class AddNormDesc:
 
     dtype: of all operands and results, but for part_dtype of what is added; None where that has the same. quantization:
     of the norm, a kind of ``quantize_and_permute``, "none" for none. scale_rows: rows that its scales have room for, 0
-    for num_tokens.
+    for num_tokens. num_experts: of the router that the norm is multiplied with, 0 for none; has_router_bias: its logits
+    have a bias.
     """
 
     num_tokens: int
@@ -28,6 +31,8 @@ class AddNormDesc:
     quantization: str = "none"
     scale_rows: int = 0
     has_bias: bool = False
+    num_experts: int = 0
+    has_router_bias: bool = False
 
     @property
     def rows(self) -> PermuteDesc:
@@ -38,9 +43,11 @@ class AddNormDesc:
 
 @dataclasses.dataclass(frozen=True)
 class AddNormConfig:
-    """num_ctas: persistent CTAs of one warpgroup, each one row at a time."""
+    """num_ctas: persistent CTAs of one warpgroup, each one row at a time; with a router one row and this many of its
+    ``experts``."""
 
     num_ctas: int
+    experts: int = 0
 
 
 def config_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
@@ -57,9 +64,24 @@ def config_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
         return f"H={desc.width}: groups of {GROUP} take a multiple of {WARPS * GROUP}"
     if config.num_ctas < 1:
         return f"num_ctas={config.num_ctas}: at least 1"
+    return _router_error(desc, config) if desc.num_experts else None
+
+
+def _router_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
+    if desc.num_tokens > FEW_TOKENS:
+        return f"a router of T={desc.num_tokens} tokens: up to {FEW_TOKENS}"
+    if desc.quantization != "none":
+        return f"a router of a norm that is quantized ({desc.quantization})"
+    most = min(desc.num_experts, _MOST_WEIGHTS // desc.width)
+    if not 1 <= config.experts <= most:
+        return f"experts={config.experts} of a CTA: from 1 to {most}"
     return None
 
 
 def choose_config(desc: AddNormDesc, num_sms: int) -> AddNormConfig:
-    """Up to 8 CTAs an SM."""
-    return AddNormConfig(max(1, min(desc.num_tokens, 8 * num_sms)))
+    """Up to 8 CTAs an SM; with a router one an SM, where a CTA holds that many weights."""
+    if not desc.num_experts:
+        return AddNormConfig(max(1, min(desc.num_tokens, 8 * num_sms)))
+    wanted = -(-desc.num_tokens * desc.num_experts // num_sms)
+    experts = max(1, min(wanted, desc.num_experts, _MOST_WEIGHTS // desc.width))
+    return AddNormConfig(max(1, desc.num_tokens * -(-desc.num_experts // experts)), experts)

@@ -1,8 +1,11 @@
-"""Residual sum and RMSNorm of rows, which may be quantized.
+"""Residual sum and RMSNorm of rows, which may be quantized, or of few rows multiplied with a router's weight.
 
 Each CTA is one warpgroup and takes every num_ctas-th row. It reads the row once, a vector a thread and piece, keeps the
 sum in registers while its squares are added up, and writes sum and norm, or the codes of the norm and their scales.
 With a scale for each 128 columns a warp holds such a group, as in quantize_and_permute.
+
+With a router a CTA takes a row and some experts. It reads their weights first, makes the norm of the row as if it were
+alone, and adds up its own logits. CTAs exchange nothing; the one with the first experts writes sum and norm.
 """
 
 import functools
@@ -25,14 +28,18 @@ from pallas_kernels.quantize_and_permute.kernel_sm90 import GROUP_LAYOUT, quanti
 
 
 def add_and_norm_sm90(desc: AddNormDesc, config: AddNormConfig) -> Kernel:
-    """The kernel: (x, weight, [parts (P, R, H), [bias (H,)]]) -> [sum, norm], without the sum where nothing is added.
+    """The kernel: (x, weight, [parts (P, R, H), [bias (H,)]], [router (E, H), [router_bias (E,)]]) -> [sum, norm,
+    logits], without the sum where nothing is added, and without logits where there is no router.
 
     With a quantization codes and scales take the place of the norm.
     """
     columns, width = split_columns(desc.rows), desc.width
     total = jax.ShapeDtypeStruct((desc.num_tokens, *columns), desc.dtype)
     out = [total] * bool(desc.num_parts) + quantized_outputs(desc.rows)
+    out += [jax.ShapeDtypeStruct((desc.num_tokens, desc.num_experts), jnp.float32)] * bool(desc.num_experts)
     call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
+    if not desc.rows.is_grouped:
+        return call
 
     def whole_rows(array):
         return array.reshape(desc.num_tokens, width) if array.shape[1:] == columns else array
@@ -45,6 +52,8 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest
     operands = list(rest)
     parts = operands.pop(0) if desc.num_parts else None
     bias = operands.pop(0) if desc.has_bias else None
+    router = operands.pop(0) if desc.num_experts else None
+    router_bias = operands.pop(0) if desc.has_router_bias else None
     total_out = operands.pop(0) if desc.num_parts else None
     outputs = operands
     counted_twice = 0
@@ -59,35 +68,79 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest
         columns = [pl.ds(start, piece) for start in starts]
         counted_twice = len(starts) * piece - desc.width
 
+    def load_rounded(ref, *index):
+        return mosaic.load(ref.at[*index], layout=layout, optimized=False)
+
     def load(ref, *index):
-        return mosaic.load(ref.at[*index], layout=layout, optimized=False).astype(jnp.float32)
+        return load_rounded(ref, *index).astype(jnp.float32)
+
+    def added_up(values):
+        """The sum of all columns of a row, of which ``values`` holds some twice."""
+        if counted_twice:
+            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, values[-1].shape, 0), layout)
+            values = [*values[:-1], jnp.where(column >= counted_twice, values[-1], 0.0)]
+        total = functools.reduce(jnp.add, values)
+        return jnp.sum(jnp.sum(total, axis=1) if desc.rows.is_grouped else total)
+
+    def summed(row):
+        values = [load(x, row, part) for part in columns]
+        if parts is None:
+            return values
+        for i, part in enumerate(columns):
+            added = [load(parts, index, row, part) for index in range(desc.num_parts)]
+            added += [] if bias is None else [load(bias, part)]
+            values[i] = values[i] + functools.reduce(jnp.add, added)
+        return values
+
+    def store_sum(row, values):
+        if total_out is not None:
+            _store(total_out, row, columns, [value.astype(desc.dtype) for value in values])
+
+    def normed(values):
+        weights = [load_rounded(weight, part) for part in columns]  # on its way while the squares are added up
+        total = added_up([value * value for value in values])
+        inverse = lax.rsqrt(total * (1.0 / desc.width) + desc.eps)
+        return [
+            (value * inverse * own.astype(jnp.float32)).astype(desc.dtype)
+            for value, own in zip(values, weights, strict=True)
+        ]
 
     def one_row(row):
-        values = [load(x, row, part) for part in columns]
-        if parts is not None and total_out is not None:
-            for i, part in enumerate(columns):
-                added = [load(parts, index, row, part) for index in range(desc.num_parts)]
-                added += [] if bias is None else [load(bias, part)]
-                values[i] = values[i] + functools.reduce(jnp.add, added)
-            for part, value in zip(columns, values, strict=True):
-                total_out.at[row, part][...] = value.astype(desc.dtype)
-        squares = [value * value for value in values]
-        if counted_twice:
-            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, squares[-1].shape, 0), layout)
-            squares[-1] = jnp.where(column >= counted_twice, squares[-1], 0.0)
-        total = functools.reduce(jnp.add, squares)
-        total = jnp.sum(jnp.sum(total, axis=1) if desc.rows.is_grouped else total)
-        inverse = lax.rsqrt(total * (1.0 / desc.width) + desc.eps)
-        normal = [
-            (value * inverse * load(weight, part)).astype(desc.dtype)
-            for part, value in zip(columns, values, strict=True)
-        ]
+        values = summed(row)
+        store_sum(row, values)
+        normal = normed(values)
         if desc.quantization == "none":
             _store(outputs[0], row, columns, normal)
         else:
             _quantize(desc, row, columns, [value.astype(jnp.float32) for value in normal], *outputs)
 
-    for_items_of(lax.axis_index("cta"), desc.num_tokens, config.num_ctas, one_row)
+    cta = lax.axis_index("cta")
+    if router is None:
+        for_items_of(cta, desc.num_tokens, config.num_ctas, one_row)
+        return
+    slices = -(-desc.num_experts // config.experts)
+    normal_out, logits = outputs
+
+    def one_slice(item):
+        row = lax.div(item, jnp.int32(slices))
+        first = lax.min(lax.rem(item, jnp.int32(slices)) * config.experts, jnp.int32(desc.num_experts - config.experts))
+        experts = [first + index for index in range(config.experts)]
+        weights = [[load_rounded(router, expert, part) for part in columns] for expert in experts]
+        biases = [0.0 if router_bias is None else router_bias[expert].astype(jnp.float32) for expert in experts]
+        values = summed(row)
+        normal = normed(values)
+
+        @pl.when(first == 0)
+        def _():
+            store_sum(row, values)
+            _store(normal_out, row, columns, normal)
+
+        wide = [value.astype(jnp.float32) for value in normal]
+        for expert, of_expert, own in zip(experts, weights, biases, strict=True):
+            products = [a * b.astype(jnp.float32) for a, b in zip(wide, of_expert, strict=True)]
+            logits[row, expert] = added_up(products) + own
+
+    for_items_of(cta, desc.num_tokens * slices, config.num_ctas, one_slice)
 
 
 def _quantize(desc: AddNormDesc, row: Scalar, columns: list[Any], normal: list[Value], codes: Ref, scales: Ref) -> None:

@@ -19,6 +19,7 @@ from moe_jax.experts.hopper import _matrix as hopper_matrix
 from moe_jax.models import KVCache, _fused
 from moe_jax.models._layers import (
     GatedMLP,
+    LayerNorm,
     Linear,
     PartialSums,
     RMSNorm,
@@ -39,11 +40,13 @@ from tests.support.cases.models import VOCAB, assert_logits_close, run
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the kernels in all traced calls, one for equal layers; any dtype and size is taken as on Hopper."""
+    """Names of the kernels in all traced calls, one for equal layers, "router" behind one that multiplies with it; any
+    dtype and size is taken as on Hopper."""
     found = []
 
     def stand_in(kernel, *arguments, implementation, **options):
         found.append(kernel.__name__)
+        found.extend(["router"] * (options.get("router") is not None))
         return kernel(*arguments, implementation="reference", **options)
 
     for module, name in ((_fused.norm_kernel, "add_and_norm"), (_fused.rotate_kernel, "rotate_and_store")):
@@ -93,8 +96,69 @@ def test_generate_and_gradients(case, calls):
     def loss(model):
         return model(jnp.arange(12)[None] % VOCAB)[0, -1, :7].sum()
 
+    del calls[:]
     for ours, theirs in zip(*(jax.tree.leaves(jax.jit(nnx.grad(loss))(model)) for model in models), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert "router" in calls
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", pytest.param("flex_olmo", marks=pytest.mark.slow)])
+def test_a_router_with_the_norm(case, calls, monkeypatch, name):
+    """Logits and statistics are XLA's, and the router multiplies nowhere else. Of masked tokens it sees zeros, and the
+    norm's launch does not know them; behind post-norms there is no norm in front of it."""
+    directory, ids = case(name).directory, jnp.arange(8).reshape(2, 4) % VOCAB
+    ours, theirs = (moe_jax.load_pretrained(directory, dtype="float32", attention=one) for one in ("auto", "xla"))
+    (expected, wanted), routed, multiply = theirs(ids, return_stats=True), [], Linear.__call__
+
+    def recorded(self, x):
+        routed.extend([self] * (self.out_dtype == jnp.float32))
+        return multiply(self, x)
+
+    monkeypatch.setattr(Linear, "__call__", recorded)
+    found, stats = ours(ids, return_stats=True)
+    is_taken = not ours.config.is_post_norm
+    assert ("router" in calls) == is_taken and len(routed) == (0 if is_taken else len(ours.moe_blocks()))
+    assert_logits_close(np.asarray(found), np.asarray(expected))
+    np.testing.assert_array_equal(stats.topk_ids, wanted.topk_ids)
+    np.testing.assert_allclose(stats.router_logits, wanted.router_logits, rtol=1e-4, atol=1e-5)
+    del calls[:], routed[:]
+    mask = np.arange(4) >= [[0], [2]]
+    found, stats = ours(ids, attention_mask=mask, return_stats=True)
+    assert "router" not in calls and len(routed) == len(ours.moe_blocks())
+    _, wanted = theirs(ids, attention_mask=mask, return_stats=True)
+    np.testing.assert_allclose(stats.router_logits, wanted.router_logits, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_not_routed_with_the_norm():
+    """Many tokens, and routers that are more than a product with a plain weight."""
+
+    class Scaled(Linear):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    rngs, norm = nnx.Rngs(0), RMSNorm(512, eps=1e-6, rngs=nnx.Rngs(0))
+
+    def is_taken(router, tokens=4, norm=norm, sms: int | None = 132):
+        arguments = norm, jnp.ones((tokens, 1, 512), jnp.bfloat16), None, router, sms
+        try:
+            return _fused.added_normed_and_routed(*arguments) is not None
+        except NotImplementedError:  # of the kernel, which this machine does not run
+            return True
+
+    def router(kind=Linear, **options):
+        return kind(512, 6, **(dict(out_dtype=jnp.float32, rngs=rngs) | options))
+
+    assert is_taken(router()) and is_taken(router(use_bias=True)) and is_taken(router(), 1)
+    assert not is_taken(router(), 5) and not is_taken(router(), sms=None)
+    assert not is_taken(router(), norm=LayerNorm(512, eps=1e-6, rngs=rngs))
+    assert not is_taken(lambda x: x[..., :6]) and not is_taken(router(Scaled))
+    assert not is_taken(router(out_dtype=None)) and not is_taken(router(dtype=jnp.float32))
+    adapted, quantized = router(), router()
+    adapted.lora = object()
+    scheme = Scheme.parse("fp8_channel")
+    matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.ones((6, 512))), scheme)
+    quantized.weight = QuantizedParam(matrix, eager_sharding=False)
+    assert not is_taken(adapted) and not is_taken(quantized)
 
 
 def test_a_cache_in_fp8(case, calls):
@@ -349,8 +413,8 @@ def test_launches_of_a_router(monkeypatch):
 
 @pytest.mark.parametrize(("projections", "has_biases"), [(None, False), (None, True), ("fp8_channel", False)])
 def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
-    """A decode step for CUDA: seven steps a layer outside the experts, also with quantized projections, or with biases
-    and sinks in 16 bits."""
+    """A decode step of few rows for CUDA: six steps a layer outside the experts, also with quantized projections, or
+    with biases and sinks in 16 bits."""
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layers = 3
@@ -382,6 +446,8 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
         "_rotated_and_stored": layers,
         "_attend" if projections is None else "attend_and_quantize": layers,
     }
+    products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
+    assert not any(line.endswith(f"x{config.num_experts}xf32>") for line in products)  # the norm's launch makes them
     if projections is not None:
         calls = re.findall(r"call @(multiply_rows|multiply)", main)
         assert {name: calls.count(name) for name in set(calls)} == {"multiply_rows": 2 * layers}
@@ -389,7 +455,6 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
         # the norm's codes, and one with those of attention.
         assert text.count("mosaic_gpu_v2") == 4 + 1 + 2 + 2
         return
-    products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
     for parts in ("tensor<4x4x1024xf32>", "tensor<8x4x256xf32>"):  # into attention, of all heads, and out of it
         assert sum(line.endswith(f"-> {parts}") for line in products) == layers
         assert not any("stablehlo.reduce" in line and parts in line for line in main.splitlines())  # kernels add them

@@ -127,6 +127,15 @@ def test_block_routes_and_adds_shared_experts():
     np.testing.assert_allclose(block(x), experts(x, x[:, :E]) + x, rtol=1e-6)
 
 
+def test_block_takes_router_logits():
+    (x, z), experts = inputs(), make_layer()
+    block = moe_jax.MoEBlock(experts, router=lambda t: 1 / 0, shared_experts=lambda t: t)
+    y, stats = block(x, router_logits=z, return_stats=True)
+    np.testing.assert_allclose(y, experts(x, z) + x, rtol=1e-6)
+    np.testing.assert_array_equal(stats.router_logits, z)
+    refuses(ValueError, r"router_logits has shape \(3, 6\)", block, x, router_logits=z[:3])
+
+
 def test_zero_experts_return_their_input():
     layer = make_layer(zero_expert_type="identity", e_score_correction_bias=jnp.zeros(E + 2))
     x, _ = inputs()

@@ -8,7 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.add_and_norm import AddNormConfig, AddNormDesc, add_and_norm, config_error
+from pallas_kernels.add_and_norm import (
+    FEW_TOKENS,
+    AddNormConfig,
+    AddNormDesc,
+    add_and_norm,
+    choose_config,
+    config_error,
+)
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.kernels.layer_cases import add_and_norm_cases
 from tests.support.refusals import refuses
@@ -71,6 +78,29 @@ def check_parts(implementation, rows, width, dtype):
         np.testing.assert_allclose(one.astype(np.float64), exact, rtol=0.52 * step, atol=1e-5)
 
 
+def check_router(implementation, rows, width, experts, dtype):
+    """Sum and norm have the bits of a call without a router. Logits are of the rounded norm: exact but for the order of
+    a float32 sum, which a norm in float32, or logits in 16 bits, would miss by far."""
+    arguments, *_ = make(rows, width, dtype, True)
+    rng, atol = np.random.default_rng(3), 1e-5
+    router = rng.standard_normal((experts, width)).astype(DTYPES[dtype]) * DTYPES[dtype](width**-0.5)
+    router_bias = rng.standard_normal(experts).astype(DTYPES[dtype])
+    bias = rng.standard_normal(width).astype(DTYPES[dtype])
+    in_four, _ = in_parts(arguments, 4)
+    cases = [(arguments, {}), ((*arguments[:2], None), {}), (in_four, {}), (in_four, dict(bias=jnp.asarray(bias)))]
+    for operands, options in cases:
+        apart = run(operands, implementation, **options)
+        for own in (None, router_bias):
+            of_router = dict(router=jnp.asarray(router), router_bias=None if own is None else jnp.asarray(own))
+            total, normal, logits = run(operands, implementation, **options, **of_router)
+            np.testing.assert_array_equal(total, apart[0])
+            np.testing.assert_array_equal(normal, apart[1])
+            exact = normal.astype(np.float64) @ router.astype(np.float64).T
+            exact += 0 if own is None else own.astype(np.float64)
+            assert logits.dtype == np.float32
+            np.testing.assert_allclose(logits, exact, rtol=1e-6, atol=atol)
+
+
 KINDS = {"e4m3_row": (448, 2**-4), "e4m3_group": (448, 2**-4), "e4m3_group_ue8m0": (448, 2**-4), "int8_row": (127, 0)}
 
 
@@ -115,6 +145,7 @@ def test_quantized_gpu(kind, rows, width):
 def test_reference(dtype):
     check("reference", 5, 96, dtype)
     check_parts("reference", 5, 96, dtype)
+    check_router("reference", 5, 96, 7, dtype)
 
 
 def test_wrong_calls():
@@ -127,6 +158,18 @@ def test_wrong_calls():
     words = r"bias is bfloat16\(128,\), expected a float dtype and \(128,\), with an addend"
     refuses(ValueError, words, add_and_norm, x, weight, eps=EPS, bias=weight)
     refuses(ValueError, r"bias is int32\(128,\)", add_and_norm, x, weight, x, eps=EPS, bias=jnp.zeros(128, jnp.int32))
+    router = jnp.zeros((6, 128), jnp.bfloat16)
+    words = r"router has shape \(6, 64\), expected \(E, 128\)"
+    refuses(ValueError, words, add_and_norm, x, weight, eps=EPS, router=router[:, :64])
+    refuses(ValueError, r"router has shape \(0, 128\)", add_and_norm, x, weight, eps=EPS, router=router[:0])
+    refuses(ValueError, r"router has shape \(128,\)", add_and_norm, x, weight, eps=EPS, router=router[0])
+    words = "router is float16, expected bfloat16 as x"
+    refuses(TypeError, words, add_and_norm, x, weight, eps=EPS, router=router.astype(jnp.float16))
+    refuses(ValueError, "without a router; pass both", add_and_norm, x, weight, eps=EPS, router_bias=weight)
+    words = r"router_bias is bfloat16\(128,\), expected a float dtype and \(6,\)"
+    refuses(ValueError, words, add_and_norm, x, weight, eps=EPS, router=router, router_bias=weight)
+    words, counts = r"router_bias is int32\(6,\)", jnp.zeros(6, jnp.int32)
+    refuses(ValueError, words, add_and_norm, x, weight, eps=EPS, router=router, router_bias=counts)
     wide = jnp.zeros((4, 128), jnp.float32)
     refuses(TypeError, "or partial sums in float32", add_and_norm, x, weight, wide, eps=EPS)
     refuses(TypeError, "bfloat16, float32", add_and_norm, x, weight.astype(jnp.float32), eps=EPS)
@@ -145,6 +188,28 @@ def test_config_error():
     assert "at least 1" in config_error(AddNormDesc(4, 128, "float16", True, EPS), AddNormConfig(0))
 
 
+def test_config_of_a_router():
+    """One CTA an SM, as far as it holds the weights of its experts; each row has CTAs for all of them."""
+    of_router = functools.partial(AddNormDesc, dtype="bfloat16", num_parts=1, eps=EPS)
+    for tokens, width, experts, per_cta in (
+        *((1, 2048, 128, 1), (1, 7168, 256, 2), (4, 2048, 128, 4), (1, 2048, 1, 1), (3, 2880, 32, 1)),
+        *((4, 2048, 512, 8), (4, 8192, 512, 2), (4, 2048, 3, 1)),
+    ):
+        desc = of_router(tokens, width, num_experts=experts)
+        config = choose_config(desc, 132)
+        assert config == AddNormConfig(tokens * -(-experts // per_cta), per_cta)
+        assert config_error(desc, config) is None
+    assert FEW_TOKENS == 4
+    desc = of_router(5, 2048, num_experts=128)
+    assert "a router of T=5 tokens: up to 4" in config_error(desc, choose_config(desc, 132))
+    desc = of_router(1, 2048, num_experts=128, quantization="e4m3_row")
+    assert "quantized (e4m3_row)" in config_error(desc, choose_config(desc, 132))
+    for experts in (0, 9):
+        words = f"experts={experts} of a CTA: from 1 to 8"
+        assert words in config_error(of_router(1, 2048, num_experts=128), AddNormConfig(1, experts))
+    assert "from 1 to 3" in config_error(of_router(1, 2048, num_experts=3), AddNormConfig(1, 4))
+
+
 @pytest.mark.parametrize("case", add_and_norm_cases(), ids=lambda case: case.name)
 @pytest.mark.sample(3)
 def test_lowers_for_cuda(case):
@@ -157,6 +222,16 @@ def test_lowers_for_cuda(case):
 def test_gpu(rows, width, dtype):
     check("hopper", rows, width, dtype)
     check_parts("hopper", rows, width, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "width", "experts"),
+    [(1, 2048, 128), (4, 2048, 128), (1, 7168, 256), (3, 2880, 32), (4, 8192, 513), (2, 200, 3), (1, 4096, 1)],
+)
+def test_router_gpu(rows, width, experts, dtype):
+    check_router("hopper", rows, width, experts, dtype)
 
 
 @pytest.mark.gpu

@@ -117,6 +117,19 @@ def adding_and_norming(width: int, parts: int = 0) -> tuple[Any, Any]:
     )
 
 
+def norming_and_routing(width: int, experts: int, config: AddNormConfig, parts: int = 1) -> tuple[Any, Any]:
+    """Three rows. A slice of the experts reaches back where config's do not divide all of them."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((3, width), width))
+    addend = jnp.asarray(rng.standard_normal((parts, 5, width)), jnp.float32) if parts else None
+    router = jnp.asarray(rng.standard_normal((experts, width)), jnp.bfloat16)
+    options: Any = dict(config=config, router=router, router_bias=jnp.arange(experts, dtype=jnp.bfloat16))
+    return tuple(
+        add_and_norm(x, weight, addend, eps=1e-6, **options, implementation=name)[0 if parts else 1 :]
+        for name in ("hopper", "reference")
+    )
+
+
 def quantizing_norms(quantization: str, width: int = 512) -> tuple[Any, Any]:
     """Three rows with three partial sums, against the reference's norm quantized by a launch of its own."""
     rng = np.random.default_rng(0)
@@ -417,6 +430,9 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
         for kind in ("e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
     },
     "add_and_norm of parts": functools.partial(adding_and_norming, 320, 4),
+    "add_and_norm, router": functools.partial(norming_and_routing, 256, 4, AddNormConfig(6, 2)),
+    "add_and_norm, router, in turns": functools.partial(norming_and_routing, 320, 5, AddNormConfig(4, 2), 3),
+    "add_and_norm, router, no sum": functools.partial(norming_and_routing, 256, 3, AddNormConfig(9, 1), 0),
     "rotate_and_store of parts": functools.partial(rotating_and_storing, False, True),
     "rotate_and_store of parts, packed": functools.partial(rotating_and_storing, True, True),
     "rotate_and_store": functools.partial(rotating_and_storing, False),

@@ -36,6 +36,16 @@ def add_and_norm_cases() -> Iterator[Case]:
                 yield Case(
                     f"add_and_norm {width}, {quantization}", add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes
                 )
+        for tokens, parts, experts, has_bias in ((1, 1, 128, False), (1, 0, 256, False), (4, 8, 100, True)):
+            desc = AddNormDesc(tokens, width, "float16" if parts == 0 else "bfloat16", parts, 1e-6)
+            desc = dataclasses.replace(desc, part_dtype="float32" if has_bias else None, has_bias=has_bias)
+            desc = dataclasses.replace(desc, num_experts=experts, has_router_bias=has_bias)
+            shapes = (((tokens, width), desc.dtype), ((width,), desc.dtype))
+            shapes += (((parts, tokens, width), desc.part_dtype or desc.dtype),) * bool(parts)
+            shapes += (((width,), desc.dtype),) * has_bias
+            shapes += (((experts, width), desc.dtype), *[((experts,), desc.dtype)] * has_bias)
+            name = f"add_and_norm {width}, {tokens} rows, {parts} parts, router of {experts}"
+            yield Case(name, add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
 
 
 def rotate_and_store_cases() -> Iterator[Case]:
