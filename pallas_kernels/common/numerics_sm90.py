@@ -25,8 +25,7 @@ def e4m3_of_row(x: Value, amax: Value) -> tuple[Value, Value]:
 
 def e4m3_of_rows(x: Value, amax: Value) -> tuple[Value, Value]:
     """``quantize_e4m3_row`` of several rows: codes of float32 x (rows, columns) and their scales; amax: (rows,)."""
-    scale = e4m3_row_scale(amax)
-    return e4m3_of_scales(x, scale), scale
+    return _e4m3_codes_by_group(x, e4m3_row_scale(amax))
 
 
 def e4m3_in_groups(x: Value, amax: Value, is_power_of_two: bool) -> tuple[Value, Value]:
@@ -34,12 +33,11 @@ def e4m3_in_groups(x: Value, amax: Value, is_power_of_two: bool) -> tuple[Value,
     scale = e4m3_group_scale(amax)
     if is_power_of_two:
         scale = power_of_two_scale(scale)
-    return e4m3_of_scales(x, scale), scale
+    return _e4m3_codes_by_group(x, scale)
 
 
-def e4m3_of_scales(x: Value, scale: Value) -> Value:
-    """Codes of float32 x (rows, columns), whose rows have these scales (rows,)."""
-    return _e4m3_codes(x, *(lax.broadcast_in_dim(one, x.shape, [0]) for one in _divisor(scale)))
+def _e4m3_codes_by_group(x: Value, scale: Value) -> tuple[Value, Value]:
+    return _e4m3_codes(x, *(lax.broadcast_in_dim(one, x.shape, [0]) for one in _divisor(scale))), scale
 
 
 def _divisor(scale: Value) -> tuple[Value, Value]:

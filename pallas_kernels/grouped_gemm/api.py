@@ -15,9 +15,8 @@ from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.rows import check_unpermuted_rows, in_every_tile, scales_in_every_tile
 from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
-from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, X_QUANTIZATIONS, GemmDesc
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
-from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 Operands = dict[str, Any]  # arrays by name, None for those that a call has not
 
@@ -37,7 +36,6 @@ def grouped_gemm(
     out_scale: jax.Array | None = None,
     tile_rows: jax.Array | None = None,
     block_m: int | None = None,
-    x_quantization: str = "none",
     transposes_w: bool = False,
     keeps_before: bool = False,
     config: Any = None,
@@ -68,9 +66,6 @@ def grouped_gemm(
         tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
-        x_quantization: what is done to x of bfloat16 or float16 before it is multiplied, by the rules of
-            ``quantize_and_permute``: "e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0", which go without
-            x_scale, or "e4m3_tensor" with the given one.
         transposes_w: w is (E, K, N), N contiguous. The gradient of a product with respect to its rows takes weights so,
             as they lie: that product's N is K here. bfloat16 and float16, without scales.
         keeps_before: what the activation is given, (Mp, G * N) of ``out_dtype``, projections one after the other, is
@@ -88,7 +83,7 @@ def grouped_gemm(
         x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, out_scale=out_scale, tile_rows=tile_rows
     )
     each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
-    options: Any = (activation, out_dtype, requantize, block_m, x_quantization, transposes_w)
+    options: Any = (activation, out_dtype, requantize, block_m, transposes_w)
     desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
     desc = dataclasses.replace(desc, keeps_before=keeps_before)
     for own in each:
@@ -202,10 +197,6 @@ def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: Operands
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
     given.pop("tile_rows")
-    if desc.quantizes_x:
-        named: Any = dict(quantization=desc.x_quantization, scale=given["x_scale"], implementation="reference")
-        given["x"], scale = quantize_and_permute(given["x"], **named)
-        given["x_scale"] = scale if desc.makes_x_scale else given["x_scale"]
     if desc.transposes_w:
         given["w"] = jnp.swapaxes(given["w"], -1, -2)
     return in_turn(desc, given, ("w", "w_scale", "bias"), grouped_gemm_ref)
@@ -230,8 +221,6 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
         raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
     if desc.keeps_before:
         raise NotImplementedError("keeps_before: the Hopper kernels have it")
-    if desc.quantizes_x:
-        raise NotImplementedError("x_quantization: the Hopper kernels have it")
     block_m = check_block_m(config, operands, desc.rows)
     desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
     return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))
@@ -246,7 +235,6 @@ def describe_gemm(
     out_dtype: DTypeLike,
     requantize: str,
     block_m: int | None,
-    x_quantization: str,
     transposes_w: bool,
 ) -> GemmDesc:
     """The description of a call; its shapes and dtypes are checked here once."""
@@ -267,10 +255,7 @@ def describe_gemm(
         raise ValueError(f"x has K={k} and w has K={depth}; w is stored {stored}")
     if transposes_w and w.ndim == 4:
         raise ValueError(f"w has shape {w.shape}; with transposes_w it is (E, K, N)")
-    is_quantized_here = x_quantization != "none"
-    if is_quantized_here:
-        _check_x_quantization(x, w, x_quantization, operands["x_scale"])
-    elif x.dtype != w.dtype:
+    if x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; both operands have one dtype")
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
     if tile_rows is not None and tile_rows.shape != tile_expert.shape:
@@ -280,7 +265,6 @@ def describe_gemm(
 
     k_groups, n_groups = -(-k // SCALE_GROUP), -(-n // SCALE_GROUP)
     lhs_scale = _kind("x_scale", operands["x_scale"], {(): "tensor", (scaled,): "row", (k_groups, scaled): "group"})
-    lhs_scale = X_QUANTIZATIONS[x_quantization][1] if is_quantized_here else lhs_scale
     w_shapes = {lead: "tensor", (*lead, n): "channel", (*lead, n_groups, k_groups): "block"}
     rhs_scale = _kind("w_scale", operands["w_scale"], w_shapes)
     if bias is not None and bias.shape != (*lead, n):
@@ -299,9 +283,7 @@ def describe_gemm(
         n=n,
         k=k,
         num_experts=lead[0],
-        dtype=jnp.dtype(w.dtype).name,
-        x_quantization=x_quantization,
-        x_dtype=jnp.dtype(x.dtype).name if is_quantized_here else None,
+        dtype=jnp.dtype(x.dtype).name,
         out_dtype=jnp.dtype(out_dtype).name,
         projections=projections,
         lhs_scale=lhs_scale,
@@ -314,20 +296,6 @@ def describe_gemm(
         unpermuted_rows=unpermuted_rows,
         transposes_w=transposes_w,
     )
-
-
-def _check_x_quantization(x: jax.Array, w: jax.Array, kind: str, x_scale: jax.Array | None) -> None:
-    if kind not in X_QUANTIZATIONS:
-        raise ValueError(f"x_quantization={kind!r} is not one of 'none', {', '.join(map(repr, X_QUANTIZATIONS))}")
-    codes, scales = X_QUANTIZATIONS[kind]
-    is_given = x_scale is not None and x_scale.shape == ()
-    if is_given != (scales == "tensor") or (x_scale is not None and not is_given):
-        found, expected = None if x_scale is None else x_scale.shape, "()" if scales == "tensor" else "None"
-        raise ValueError(f"x_scale has shape {found} with x_quantization={kind!r}, expected {expected}")
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or w.dtype != codes:
-        raise TypeError(
-            f"x is {x.dtype} and w is {w.dtype}; expected bfloat16 or float16 and {codes} with x_quantization={kind!r}"
-        )
 
 
 def _kind(name: str, value: Any, shapes: dict[tuple[int, ...], str]) -> Any:

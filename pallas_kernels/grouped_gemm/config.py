@@ -6,13 +6,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
-from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, TRANSPOSED_UNIT, X_COLUMNS, GemmDesc, GroupedGemm
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, TRANSPOSED_UNIT, GemmDesc, GroupedGemm
 
 BLOCK_MS = (64, 128)  # Rows of a tile of the plain main loop: one or two warpgroups of 64.
 SWAP_AB_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
 SMALL_M = 96  # At most so many rows make a small-M tile; with block scales each row's scale costs in every step.
-MOST_QUANTIZED = 16  # rows of a tile that consumers quantize themselves: each one all of them
-REDUCTION_BYTES = 2048  # of shared memory that Mosaic keeps for a kernel that reduces values
 # Accumulators (registers) that a thread has room for with swap_ab, by number of consumers: with what all warpgroups
 # enter with, and with what remains for a consumer when the producer gives registers away.
 _ROOM = {1: 192, 2: 96, 3: 64, 4: 40}
@@ -146,9 +144,7 @@ def store_swizzle(desc: GemmDesc, config: GemmConfig) -> int | None:
 def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     """(shape, dtype) of what a CTA keeps in shared memory, by field of ``Scratch``.
 
-    x, w: (stages, rows, K of a step), transposed weights (stages, K of a step, columns). Of rows that the kernel
-    quantizes each consumer has all of a tile: x (consumers, parts of K, rows, columns of a part), and scales likewise.
-    staging: (consumers, slots,
+    x, w: (stages, rows, K of a step), transposed weights (stages, K of a step, columns). staging: (consumers, slots,
     64, columns), with swap_ab (consumers, slots, rows, 64). Scales of a step and vectors of a projection each start
     where a TMA copy may start.
     """
@@ -171,14 +167,10 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
         w=((stages, *((step, config.block_n) if desc.transposes_w else (weight_rows, step))), desc.dtype),
         staging=((config.num_consumers, *slots), desc.stored_dtype),
     )
-    if desc.quantizes_x:
-        parts = -(-desc.k // step) * step // x_columns(desc)
-        arrays["x"] = ((config.num_consumers, parts, config.block_m, x_columns(desc)), desc.dtype)
-    lead = (config.num_consumers, -(-desc.k // SCALE_GROUP)) if desc.quantizes_x else (stages, config.step_blocks)
     if desc.is_block_scaled:
-        arrays["x_scale"] = ((*lead, padded(config.block_m, "float32")), "float32")
+        arrays["x_scale"] = ((stages, config.step_blocks, padded(config.block_m, "float32")), "float32")
     if desc.lhs_scale == "row":
-        arrays["rows"] = ((*lead[: int(desc.quantizes_x)], config.block_m), "float32")
+        arrays["rows"] = ((config.block_m,), "float32")
     if desc.rhs_scale == "channel":
         arrays["columns"] = of_columns("float32")
     if desc.bias_dtype is not None:
@@ -186,15 +178,9 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     return arrays
 
 
-def x_columns(desc: GemmDesc) -> int:
-    """Columns of x in 8 bits that the kernel quantizes at a time: as wide as a swizzled row."""
-    return 128 if desc.k % 128 == 0 else X_COLUMNS
-
-
 def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     """Bytes of shared memory a CTA uses: the ring, the output staging, per-tile vectors, barriers."""
     total = sum(smem_bytes(*array) for array in shared_arrays(desc, config).values())
-    total += desc.quantizes_x * REDUCTION_BYTES
     return total + 8 * (config.num_stages * (1 + num_pieces(desc, config)) + 2)
 
 
@@ -240,10 +226,6 @@ def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_n={config.block_n}: with 128x128 weight blocks 64, 128 or 256, so that a tile's blocks are whole"
     if desc.transposes_w and (reason := _transposed_error(config)):
         return reason
-    if desc.quantizes_x and (not config.swap_ab or config.block_m > MOST_QUANTIZED or config.cluster > 1):
-        return (
-            f"x_quantization in tiles of {config.block_m} rows: built with swap_ab, up to {MOST_QUANTIZED}, unclustered"
-        )
     if desc.has_outputs_beside and config.row_chunk is not None:
         return f"row_chunk={config.row_chunk} with several outputs: not built, tiles are moved whole"
     if desc.requantize == "group" and config.block_n != SCALE_GROUP:

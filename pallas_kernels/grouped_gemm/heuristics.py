@@ -228,9 +228,8 @@ def describe(desc: GemmDesc, config: GemmConfig) -> str:
     swapped = " with swap_ab" if config.swap_ab else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
     pairs = f" in pairs that share {'weights' if config.shares_weights else 'rows'}" if config.cluster > 1 else ""
-    quantized = ", rows quantized by its consumers" if desc.quantizes_x else ""
     return (
         f"{config.block_m} x {desc.projections} x {config.block_n} tiles{swapped}, "
         f"{config.num_stages} stages{step} "
-        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent CTAs{pairs}{quantized}"
+        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent CTAs{pairs}"
     )

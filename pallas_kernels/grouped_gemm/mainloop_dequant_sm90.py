@@ -135,7 +135,7 @@ def multiply(cta: CtaContext, tile: Tile) -> Sums:
     width, (_, _, part) = fragment_k(desc, config), place(config, cta.warpgroup)
     in_flight = products_in_flight(config)
 
-    def one_slot(k, slot, accumulators):
+    def one_slot(slot, accumulators):
         for batch in _batches(desc, config):
             for index, (projection, depth) in enumerate(batch):
                 if index >= in_flight:

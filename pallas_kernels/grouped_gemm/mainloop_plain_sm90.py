@@ -92,7 +92,7 @@ def _multiply(cta: CtaContext, tile: Tile) -> list[Value]:
     """[(64, G * block_n)]: one accumulator over all of K."""
     rows, scratch = pl.ds(cta.warpgroup * 64, 64), cta.scratch
     shape = (64, cta.desc.projections * cta.config.block_n)
-    return smem.multiply(cta, tile, shape, 1, lambda k, slot: [(scratch.x.at[slot, rows], scratch.w.at[slot])])
+    return smem.multiply(cta, tile, shape, 1, lambda slot: [(scratch.x.at[slot, rows], scratch.w.at[slot])])
 
 
 def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
@@ -102,11 +102,11 @@ def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
     starts = range(0, desc.projections * config.block_n, min(config.block_n, piece))
     columns = [divmod(start, config.block_n) for start in starts]
 
-    def batches(k, slot, block):
+    def batches(slot, block):
         for index in range(num_pieces(desc, config)):
             yield [(scratch.x.at[slot, rows], scratch.w.at[slot, pl.ds(index * piece, piece)])]
 
-    def scales_of_rows(k, slot, block):
+    def scales_of_rows(slot, block):
         return mosaic.load(scratch.x_scale.at[slot, block, rows], layout=mosaic.ROWS, optimized=False)
 
     return smem.multiply_promoted(cta, tile, (64, piece), 1, batches, scales_of_rows, columns)

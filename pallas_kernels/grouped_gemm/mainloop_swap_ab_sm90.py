@@ -4,7 +4,6 @@ A tile's product is computed transposed, W X^T: weights fill the 64 rows of a wg
 are its N. Small-M tiles serve few rows per expert; large-M tiles have heights between the multiples of 64.
 
     consumers (1 to 4)    64 channels of the tile each, or 128
-        rows in 16 bits       quantized by each consumer, see quantize_x_sm90.py
         main loop             wgmma w[slot] x[slot]^T for each projection and K step
         epilogue              for each piece of rows: scales, bias, activation -> transposed staging -> TMA store
 
@@ -27,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
-from pallas_kernels.grouped_gemm.config import GemmConfig, store_rows, x_columns
+from pallas_kernels.grouped_gemm.config import GemmConfig, store_rows
 from pallas_kernels.grouped_gemm.epilogue_sm90 import (
     CHANNELS,
     finish,
@@ -37,7 +36,6 @@ from pallas_kernels.grouped_gemm.epilogue_sm90 import (
 )
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
-from pallas_kernels.grouped_gemm.quantize_x_sm90 import quantize_rows
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
 
@@ -58,9 +56,6 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
 
 def _compute(cta: CtaContext, tile: Tile) -> None:
     desc, config, scratch = cta.desc, cta.config, cta.scratch
-    if desc.quantizes_x:
-        with jax.named_scope("quantize_x"):
-            quantize_rows(cta, tile)
     with jax.named_scope("main_loop"):
         accumulators = (_multiply_promoted if desc.is_block_scaled else _multiply)(cta, tile)
     if scratch.vectors_full is not None:
@@ -95,18 +90,11 @@ def _multiply(cta: CtaContext, tile: Tile) -> list[Value]:
     """This warpgroup's channels of one tile: for each 64 of them, (64, block_m) of each projection."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     number = config.consumer_channels // CHANNELS * desc.projections
-    parts = config.block_k(desc) // x_columns(desc) if desc.quantizes_x else 1
 
-    def products(k, slot):
-        for part, index in ((part, index) for part in range(parts) for index in range(number)):
-            block, projection = divmod(index, desc.projections)
+    def products(slot):
+        for block, projection in (divmod(index, desc.projections) for index in range(number)):
             first = projection * config.block_n + cta.warpgroup * config.consumer_channels + block * CHANNELS
-            if desc.quantizes_x:
-                depth = pl.ds(part * x_columns(desc), x_columns(desc))
-                own = scratch.x.at[cta.warpgroup, k * parts + part]
-                yield scratch.w.at[slot, pl.ds(first, CHANNELS), depth], own
-            else:
-                yield scratch.w.at[slot, pl.ds(first, CHANNELS)], scratch.x.at[slot]
+            yield scratch.w.at[slot, pl.ds(first, CHANNELS)], scratch.x.at[slot]
 
     return smem.multiply(cta, tile, (CHANNELS, config.block_m), number, products)
 
@@ -117,22 +105,17 @@ def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
     channels = cta.warpgroup * CHANNELS
     columns = [(projection, channels) for projection in range(desc.projections)]
 
-    def products(k, slot, block):
+    def products(slot, block):
         depth = pl.ds(block * SCALE_GROUP, SCALE_GROUP)
         for projection in range(desc.projections):
             first = projection * config.block_n + channels
-            own = scratch.x.at[cta.warpgroup, group(k, block)] if desc.quantizes_x else scratch.x.at[slot, :, depth]
-            yield scratch.w.at[slot, pl.ds(first, CHANNELS), depth], own
+            yield scratch.w.at[slot, pl.ds(first, CHANNELS), depth], scratch.x.at[slot, :, depth]
 
-    def group(k, block):
-        return k * config.step_blocks + block
-
-    def scales_of_rows(k, slot, block):
-        place = (cta.warpgroup, group(k, block)) if desc.quantizes_x else (slot, block)
-        own = scratch.x_scale.at[*place, pl.ds(0, config.block_m)]
+    def scales_of_rows(slot, block):
+        own = scratch.x_scale.at[slot, block, pl.ds(0, config.block_m)]
         return mosaic.load(own, layout=mosaic.COLUMNS, optimized=False)
 
-    shape, batches = (CHANNELS, config.block_m), lambda *step: [products(*step)]
+    shape, batches = (CHANNELS, config.block_m), lambda slot, block: [products(slot, block)]
     return smem.multiply_promoted(cta, tile, shape, desc.projections, batches, scales_of_rows, columns)
 
 
@@ -153,8 +136,7 @@ def _scaled(
 
     def factors(projection: int) -> Iterator[Value]:
         if desc.lhs_scale == "row":
-            of_tile = scratch.rows.at[cta.warpgroup] if desc.quantizes_x else scratch.rows
-            of_rows = mosaic.load(of_tile.at[piece], layout=mosaic.COLUMNS, optimized=False)
+            of_rows = mosaic.load(scratch.rows.at[piece], layout=mosaic.COLUMNS, optimized=False)
             yield lax.broadcast_in_dim(of_rows, shape, [1])
         elif desc.lhs_scale == "tensor":
             yield operands["x_scale"][0]

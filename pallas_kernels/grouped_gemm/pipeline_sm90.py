@@ -209,19 +209,19 @@ def accumulate(
     tile: Tile,
     shape: tuple[int, int],
     number: int,
-    multiply: Callable[[Scalar, Scalar, tuple[TileRef, ...]], None],
+    multiply: Callable[[Scalar, tuple[TileRef, ...]], None],
     dtype: str | None = None,
 ) -> list[Value]:
     """``number`` accumulators of ``shape`` over all of K, as they are or converted to ``dtype``.
 
-    multiply: (k, slot, accumulators): issues the products of a full slot, waits for them and hands the slot back.
+    multiply: (slot, accumulators): issues the products of a full slot, waits for them and hands the slot back.
     """
     kind = mosaic.Accumulator(shape, jnp.dtype(cta.desc.accumulator))
 
     def scope(*accumulators):
         def one_step(k, slot, _):
             plgpu.barrier_wait(cta.scratch.full.at[slot])
-            multiply(k, slot, accumulators)
+            multiply(slot, accumulators)
             return ()
 
         for_each_step(cta, tile, one_step, ())

@@ -11,15 +11,6 @@ SCALE_GROUP = 128  # K per activation group, and both sides of a weight block
 ROW_BYTES = 32  # A row of K is a multiple of this: the narrowest swizzle of a TMA copy.
 TRANSPOSED_UNIT = 64  # elements of 16 bits in the widest swizzle, in which operands without contiguous K lie
 _OPERANDS = {"bfloat16": "float32", "float16": "float32", "float8_e4m3fn": "float32", "int8": "int32"}
-X_COLUMNS = 64  # of x that are quantized at a time, where rows of K are no multiple of 128 bytes
-# kind of ``quantize_and_permute``: (codes, lhs_scale)
-X_QUANTIZATIONS: dict[str, tuple[str, Literal["tensor", "row", "group"]]] = {
-    "e4m3_tensor": ("float8_e4m3fn", "tensor"),
-    "e4m3_row": ("float8_e4m3fn", "row"),
-    "int8_row": ("int8", "row"),
-    "e4m3_group": ("float8_e4m3fn", "group"),
-    "e4m3_group_ue8m0": ("float8_e4m3fn", "group"),
-}
 _OUTPUTS = ("bfloat16", "float16", "float32")
 
 
@@ -85,11 +76,7 @@ class GemmDesc(GroupedGemm):
     """A call of ``grouped_gemm``: both operands have one element type.
 
     Args:
-        dtype: of both operands of the product.
-        x_quantization: what the kernel does to rows of x of ``x_dtype`` before it multiplies them, a kind of
-            ``quantize_and_permute``: "e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0", or with the given scale
-            "e4m3_tensor". lhs_scale says which scales these are. "none" takes x in ``dtype``.
-        x_dtype: bfloat16 or float16, of such rows; None for others.
+        dtype: of both operands.
         lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K).
         rhs_scale: "none", "tensor" (one per projection), "channel" or "block" (128 x 128).
         requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3, given scale). With
@@ -103,8 +90,6 @@ class GemmDesc(GroupedGemm):
     """
 
     dtype: str
-    x_quantization: str = "none"
-    x_dtype: str | None = None
     lhs_scale: Literal["none", "tensor", "row", "group"] = "none"
     rhs_scale: Literal["none", "tensor", "channel", "block"] = "none"
     requantize: Literal["none", "group", "tensor"] = "none"
@@ -128,14 +113,6 @@ class GemmDesc(GroupedGemm):
     @property
     def is_block_scaled(self) -> bool:
         return self.rhs_scale == "block"
-
-    @property
-    def quantizes_x(self) -> bool:
-        return self.x_quantization != "none"
-
-    @property
-    def makes_x_scale(self) -> bool:
-        return self.quantizes_x and self.lhs_scale != "tensor"
 
     @property
     def itemsize(self) -> int:
@@ -165,7 +142,7 @@ class GemmDesc(GroupedGemm):
         row_weights (rows,) f32. Of weights that lie apart each has a w, w_scale and bias.
         """
         names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
-        names += ["x_scale"] if self.lhs_scale != "none" and not self.makes_x_scale else []
+        names += ["x_scale"] if self.lhs_scale != "none" else []
         names += self.of_each_weight("w_scale") if self.rhs_scale != "none" else []
         names += self.of_each_weight("bias") if self.bias_dtype is not None else []
         names += ["out_scale"] if self.requantize == "tensor" else []
@@ -183,8 +160,6 @@ class GemmDesc(GroupedGemm):
             return f"block scales of {self.dtype}; only float8_e4m3fn is promoted every 128 of K"
         if self.k * self.itemsize % ROW_BYTES:
             return f"K={self.k} of {self.dtype}: a row of K must be a multiple of {ROW_BYTES} bytes"
-        if self.quantizes_x and (reason := self._unsupported_x()):
-            return reason
         if self.transposes_w and (reason := self._unsupported_transposed()):
             return reason
         if self.pulls is not None and (reason := slopes_refusal(self.pulls)):
@@ -194,19 +169,6 @@ class GemmDesc(GroupedGemm):
         if self.widths and (self.transposes_w or self.requantize != "none"):
             return f"{len(self.widths)} weights side by side, transposed or requantized: not built"
         return self.unsupported_output()
-
-    def _unsupported_x(self) -> str | None:
-        made = X_QUANTIZATIONS.get(self.x_quantization)
-        if made != (self.dtype, self.lhs_scale):
-            return f"x_quantization {self.x_quantization!r} with {self.dtype} and lhs_scale {self.lhs_scale!r}"
-        if self.x_dtype not in ("bfloat16", "float16"):
-            return f"x_quantization of {self.x_dtype} rows; there are bfloat16 and float16"
-        columns = SCALE_GROUP if self.lhs_scale == "group" else X_COLUMNS
-        if self.k % columns:
-            return f"x_quantization {self.x_quantization!r} of K={self.k}: a multiple of {columns}"
-        if self.widths or self.unpermuted_rows or self.projections > 1:
-            return "x_quantization of unpermuted rows, with a gated activation or weights side by side: not built"
-        return None
 
     def _unsupported_transposed(self) -> str | None:
         if self.itemsize != 2:

@@ -57,7 +57,7 @@ def grouped_gemm_pull(
     """
     operands: Operands = dict.fromkeys(("x_scale", "w_scale", "bias", "out_scale"))
     operands |= dict(x=dy, w=w, tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows)
-    desc = describe_gemm(operands, None, dy.dtype, "none", None, "none", True)
+    desc = describe_gemm(operands, None, dy.dtype, "none", None, True)
     desc = dataclasses.replace(desc, pulls=activation, has_weighted=has_weighted)
     check_before(before, (desc.rows, desc.pulled_projections * desc.n), dy.dtype)
     if row_weights.shape != dy.shape[:1] or row_weights.dtype != jnp.float32:

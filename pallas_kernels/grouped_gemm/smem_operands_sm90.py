@@ -44,8 +44,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
     # Of transposed weights the widest swizzle divides rows of N, as it does those of K.
     types = pipeline.scratch_arrays(shapes, dict(x=operand, w=operand, staging=stored))
-    of_rows = 0 if desc.quantizes_x else config.block_m // config.rows_moved + desc.is_block_scaled * config.step_blocks
-    arrivals = of_rows + copies
+    arrivals = config.block_m // config.rows_moved + desc.is_block_scaled * config.step_blocks + copies
     types["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     if config.cluster == 1:
         types["empty"] = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
@@ -55,9 +54,7 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
         types["empty"] = plgpu.ClusterBarrier(collective_axes=(PAIR,), num_arrivals=consumers, num_barriers=stages)
     if pieces > 1:
         types["full_pieces"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages * (pieces - 1))
-    vectors = ("rows" in shapes and not desc.quantizes_x) + desc.projections * (
-        ("columns" in shapes) + ("bias" in shapes)
-    )
+    vectors = ("rows" in shapes) + desc.projections * (("columns" in shapes) + ("bias" in shapes))
     if vectors:
         types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
         types["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
@@ -119,9 +116,8 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
             side_by_side.at_own(cta, tile, "w", copy)
 
     def load(k, depth, slot):
-        if not desc.quantizes_x:
-            load_rows(depth, slot)
-        if desc.is_block_scaled and not desc.quantizes_x:
+        load_rows(depth, slot)
+        if desc.is_block_scaled:
             for block in range(config.step_blocks):
                 own = scratch.x_scale.at[slot, block, pl.ds(0, config.block_m)]
                 scales = operands["x_scale"].at[k * config.step_blocks + block, rows]
@@ -138,7 +134,7 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
 def load_vectors(cta: CtaContext, tile: Tile) -> None:
     """Issue the copies of the tile's row scales, column scales and bias."""
     desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
-    if scratch.rows is not None and not desc.quantizes_x:
+    if scratch.rows is not None:
         rows = pl.ds(cta.first_row_of_x(tile), config.block_m)
         plgpu.copy_gmem_to_smem(operands["x_scale"].at[rows], scratch.rows, scratch.vectors_full)
     for name, target in (("w_scale", scratch.columns), ("bias", scratch.bias)):
@@ -162,23 +158,18 @@ def full_barrier(cta: CtaContext, slot: Scalar, piece: int, pieces: int) -> Tile
 
 
 def multiply(
-    cta: CtaContext,
-    tile: Tile,
-    shape: tuple[int, int],
-    number: int,
-    products: Callable[[Scalar, Scalar], Iterable[Product]],
+    cta: CtaContext, tile: Tile, shape: tuple[int, int], number: int, products: Callable[[Scalar], Iterable[Product]]
 ) -> list[Value]:
-    """``number`` accumulators of ``shape`` over all of K; the ``products(k, slot)`` are added to them in turn."""
+    """``number`` accumulators of ``shape`` over all of K, one for each of the ``products(slot)``."""
 
-    def one_step(k, slot, accumulators):
-        for index, (left, right) in enumerate(products(k, slot)):
-            right = right if cta.desc.transposes_w else right.transpose((1, 0))
-            plgpu.wgmma(accumulators[index % number], left, right)
+    def one_slot(slot, accumulators):
+        for accumulator, (left, right) in zip(accumulators, products(slot), strict=True):
+            plgpu.wgmma(accumulator, left, right if cta.desc.transposes_w else right.transpose((1, 0)))
         # The other warpgroups keep the tensor core busy; leaving one product in flight here measured the same.
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(cta.scratch.empty.at[slot])
 
-    return pipeline.accumulate(cta, tile, shape, number, one_step)
+    return pipeline.accumulate(cta, tile, shape, number, one_slot)
 
 
 def multiply_promoted(
@@ -186,8 +177,8 @@ def multiply_promoted(
     tile: Tile,
     shape: tuple[int, int],
     number: int,
-    batches: Callable[[Scalar, Scalar, int], Iterable[Iterable[Product]]],
-    scales_of_rows: Callable[[Scalar, Scalar, int], Value],
+    batches: Callable[[Scalar, int], Iterable[Iterable[Product]]],
+    scales_of_rows: Callable[[Scalar, int], Value],
     columns: Sequence[tuple[int, Scalar]],
 ) -> list[Value]:
     """float32 sums over all of K of products that are scaled after every 128 of it, a block of a K step.
@@ -198,8 +189,8 @@ def multiply_promoted(
     Args:
         shape: of one product; it consists of equal parts side by side, which have one weight scale each.
         number: products of a batch.
-        batches: (k, slot, block) -> batches of operands; one batch where a K step has several blocks.
-        scales_of_rows: (k, slot, block) -> the activation scales, in layout ROWS or COLUMNS as rows lie in products.
+        batches: (slot, block) -> batches of operands; one batch where a K step has several blocks.
+        scales_of_rows: (slot, block) -> the activation scales, in layout ROWS or COLUMNS as rows lie in the products.
         columns: (projection, first column of the tile) of each part, in the order of the products.
 
     Returns the sums of each part.
@@ -208,10 +199,10 @@ def multiply_promoted(
     width = shape[1] if config.swap_ab else min(shape[1], config.block_n)
     axis = 1 if config.swap_ab else 0
 
-    def one_block(k, slot, block, factors, sums):
-        row_scales = scales_of_rows(k, slot, block)
+    def one_block(slot, block, factors, sums):
+        row_scales = scales_of_rows(slot, block)
         first, last = 0, num_pieces(desc, config) - 1
-        for index, products in enumerate(batches(k, slot, block)):
+        for index, products in enumerate(batches(slot, block)):
             if index:
                 plgpu.barrier_wait(full_barrier(cta, slot, index, last + 1))
 
@@ -241,7 +232,7 @@ def multiply_promoted(
         sums = list(sums)
         plgpu.barrier_wait(scratch.full.at[slot])
         for block, own in enumerate(factors):
-            one_block(k, slot, block, own, sums)
+            one_block(slot, block, own, sums)
         return tuple(sums)
 
     initial = (pipeline.zeros((shape[0], width)),) * len(columns)

@@ -24,11 +24,9 @@ from tests.support.kernels.cases import GEMMS, PACKED, cluster_cases, gemm, gemm
 from tests.support.kernels.gemm_problem import (
     KINDS,
     ROUTINGS,
-    X_KINDS,
     dequantized,
     gemm_tolerance,
     make_problem,
-    quantizing_x,
     reference_of,
     together_and_apart,
 )
@@ -45,48 +43,6 @@ reference = reference_of(grouped_gemm)
 def test_reference_against_float64(kind):
     problem = make_problem(kind, ROUTINGS["ragged"], k=160, n=136)
     problem.assert_close(reference(problem), gemm_tolerance(kind, jnp.bfloat16))
-
-
-@pytest.mark.parametrize("quantization", X_KINDS)
-def test_reference_quantizes_x(quantization):
-    together, apart = quantizing_x(quantization, [3, 0, 17], k=320, n=136, block_m=16, bias="bfloat16")
-    found = reference(together)
-    together.assert_close(found, gemm_tolerance(X_KINDS[quantization], jnp.bfloat16))
-    np.testing.assert_array_equal(np.asarray(found)[apart.own], np.asarray(reference(apart))[apart.own])
-
-
-def test_what_quantizes_x_is_checked():
-    together, apart = quantizing_x("e4m3_row", [3], k=128, n=64, block_m=8)
-    x, w, *tiles = together.args
-    w_scale = together.kwargs["w_scale"]
-
-    def call(x=x, w=w, scale=None, kind="e4m3_row"):
-        options = dict(x_scale=scale, w_scale=w_scale, x_quantization=kind, implementation="reference")
-        return grouped_gemm(x, w, *tiles, **options)
-
-    refuses(ValueError, "x_quantization='e5m2' is not one of 'none', 'e4m3_tensor'", call, kind="e5m2")
-    refuses(ValueError, r"x_scale has shape \(8,\) with x_quantization='e4m3_row'", call, scale=jnp.ones(8))
-    refuses(ValueError, "x_scale has shape None with x_quantization='e4m3_tensor'", call, kind="e4m3_tensor")
-    refuses(TypeError, "x is float8_e4m3fn and w is float8_e4m3fn", call, x=apart.args[0])
-    refuses(TypeError, "expected bfloat16 or float16 and int8", call, kind="int8_row")
-
-
-@pytest.mark.parametrize(
-    "changes, config, reason",
-    [
-        (dict(), GemmConfig(64, 64, 3), "x_quantization in tiles of 64 rows"),
-        (dict(), GemmConfig(32, 64, 3, swap_ab=True), "x_quantization in tiles of 32 rows"),
-        (dict(k=2848), GemmConfig(8, 64, 3, swap_ab=True), "a multiple of 64"),
-        (dict(k=14336), GemmConfig(8, 128, 2, swap_ab=True), "bytes of shared memory"),
-        (dict(x_dtype="float32"), GemmConfig(8, 64, 3, swap_ab=True), "of float32 rows"),
-        (dict(x_quantization="int8_row"), GemmConfig(8, 64, 3, swap_ab=True), "'int8_row' with float8_e4m3fn"),
-        (dict(unpermuted_rows=8), GemmConfig(8, 64, 3, swap_ab=True), "unpermuted rows"),
-    ],
-)
-def test_where_x_is_not_quantized(changes, config, reason):
-    desc = dataclasses.replace(gemm("fp8 row"), x_quantization="e4m3_row", x_dtype="bfloat16")
-    assert config_error(desc, GemmConfig(8, 64, 3, swap_ab=True)) is None
-    assert reason in config_error(dataclasses.replace(desc, **changes), config)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -453,7 +409,7 @@ def test_description_of_a_call():
         "int8_row", [3], k=64, n=64, projections=2, activation=OAI, bias="bfloat16", with_tile_rows=True
     )
     operands = dict(zip(("x", "w", "tile_expert", "num_tiles"), problem.args, strict=True)) | problem.kwargs
-    desc = describe_gemm(operands, OAI, jnp.float16, "none", None, "none", False)
+    desc = describe_gemm(operands, OAI, jnp.float16, "none", None, False)
     sizes = dict(rows=192, n=64, k=64, num_experts=1, projections=2)
     dtypes = dict(dtype="int8", out_dtype="float16", bias_dtype="bfloat16")
     assert desc == GemmDesc(**sizes, **dtypes, activation=OAI, has_tile_rows=True, **ROW)

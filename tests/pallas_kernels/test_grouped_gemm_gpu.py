@@ -4,7 +4,6 @@ tile.
 Outputs land in memory that held NaN before, so that a cell nobody wrote shows.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -17,11 +16,9 @@ from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from tests.support.kernels.gemm_problem import (
     KINDS,
     ROUTINGS,
-    X_KINDS,
     dequantized,
     gemm_tolerance,
     make_problem,
-    quantizing_x,
     together_and_apart,
 )
 from tests.support.oracles.tolerances import Tolerance, ulp
@@ -59,31 +56,6 @@ def test_swapped(kind, block_m, block_n):
         block_n = 128  # with more the sums of four warpgroups have no room
     config = GemmConfig(block_m, block_n, 3, swap_ab=True)
     check(kind, [3, 40, 0, 9, 1, 64], config, k=1152, n=704, padding=np.nan)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        GemmConfig(8, 64, 3, swap_ab=True),
-        GemmConfig(8, 256, 2, swap_ab=True, step_blocks=2),
-        GemmConfig(16, 128, 3, num_sms=5, swap_ab=True, step_blocks=2),
-        GemmConfig(16, 64, 2, swap_ab=True, step_blocks=4),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("k", [768, 2048, 2880])
-@pytest.mark.parametrize("quantization", X_KINDS)
-def test_rows_that_consumers_quantize(quantization, k, config):
-    """The bits of a launch that quantizes them first. The last step of K may reach past its end."""
-    if quantization.startswith("e4m3_group"):  # K is whole groups, in whole steps
-        k = 1536 if k == 2880 else k
-        config = dataclasses.replace(config, step_blocks=config.step_blocks if k % 512 == 0 else 1)
-    dtype = jnp.float16 if k == 768 else jnp.bfloat16
-    sizes: Any = dict(k=k, n=704, block_m=config.block_m, bias="bfloat16", padding=np.nan, with_tile_rows=True)
-    together, apart = quantizing_x(quantization, [3, 0, 19, 1], dtype=dtype, **sizes)
-    found = np.asarray(run(together, config))
-    np.testing.assert_array_equal(found[apart.own], np.asarray(run(apart, config))[apart.own])
-    together.assert_close(found, gemm_tolerance(X_KINDS[quantization], jnp.bfloat16, tensor_core=True))
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 1000])

@@ -185,8 +185,6 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     tile_expert, num_tiles = jnp.asarray([0, 2, 2, -1], jnp.int32), jnp.int32(3)
     numbers = [rng.standard_normal(shape) * 2 for shape in ((4 * block_m, k), (3, projections, n, k))]
     x, w = (jnp.asarray(np.rint(8 * v) if dtype == "int8" else v, dtype) for v in numbers)
-    if "x_quantization" in options:
-        x = jnp.asarray(numbers[0], jnp.bfloat16)
     if options.get("transposes_w"):
         w = w.swapaxes(2, 3)
     unpermuted_rows = options.pop("unpermuted_rows", 0)
@@ -407,16 +405,6 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
     "fp8 blocks swapped, the same 5 rows": (FP8, ((2, 16), (3, 1, 2)), 16, dict(swap_ab=True, unpermuted_rows=5)),
     "fp8 blocks gated": (FP8, ((2, 256), (3, 2, 1, 2)), 64, _GATED_BLOCKS),
     "fp8 blocks gated, a short group": (FP8, ((2, 256), (3, 2, 1, 2)), 64, dict(k=192, **_GATED_BLOCKS)),
-    **{
-        f"{kind} of x, {block_m} rows": (FP8, scales, block_m, dict(swap_ab=True, x_quantization=kind, **own))
-        for kind, scales, block_m, own in (
-            ("e4m3_row", (None, (3, 128)), 8, dict(k=768)),
-            ("e4m3_row", (None, (3, 64)), 16, dict(n=64, k=1344, block_n=64)),
-            ("e4m3_tensor", ((), (3,)), 16, dict()),
-            ("e4m3_group", (None, (3, 1, 2)), 8, dict()),
-            ("e4m3_group_ue8m0", (None, (3, 1, 3)), 16, dict(k=384)),
-        )
-    },
     "fp8 blocks gated, swapped, a short group": (
         *(FP8, ((2, 64), (3, 2, 2, 2)), 16),
         dict(k=192, n=256, swap_ab=True, activation=SILU),

@@ -2,7 +2,7 @@
 
     [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation; where the scale of the hidden
     rows is local and tiles are high, their requantization) -> else requantization of the rows -> grouped GEMM 2
-    (of low tiles their requantization, scales, bias) -> combine in float32
+    (scales, bias) -> combine in float32
 
 Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
 themselves, quantized in the launch that routes and aligns them where the layer quantizes them.
@@ -333,8 +333,6 @@ class Experts:
             options["activation"] = resolve_activation(self.config)
             if self.plan.unpermuted:
                 options["block_m"] = self.plan.block_m
-        elif self.plan.x_quantization != "none":
-            options["x_quantization"] = self.plan.x_quantization
         if in_kernel_layout(weights):
             return functools.partial(grouped_gemm_packed, w=kernel_operand(tensor), **options)
         return functools.partial(
@@ -396,9 +394,6 @@ class Experts:
             return first(requantize="tensor", out_scale=static), static
         if self.plan.requantize != "none":
             return first(requantize=self.plan.requantize)
-        if self.plan.x_quantization != "none":
-            static = self.weights.w2.input_scale if self.plan.x_quantization == "e4m3_tensor" else None
-            return first(), static
         return self._requantized(first(out_dtype=self.plan.hidden_dtype or self.config.dtype))
 
     def _requantized(self, hidden: Array) -> tuple[Array, Array | None]:

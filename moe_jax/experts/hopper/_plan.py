@@ -19,7 +19,6 @@ from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm import portable as portable_gemm
 from pallas_kernels.grouped_gemm.packed import BLOCK_N, PackedDesc
-from pallas_kernels.grouped_gemm.problem import X_QUANTIZATIONS, GemmDesc
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.route.config import fused_tokens, quantizes_beside
 from pallas_kernels.tuning import Entry, LayerKey, PackedLayerKey, table_for
@@ -34,7 +33,7 @@ class Plan:
     """How both products of a call run.
 
     block_m: rows of a tile.
-    products: what each is asked. The second may quantize its rows itself (``GemmDesc.x_quantization``).
+    products: what each is asked.
     configs: how each does it; None for the kernel's own choice.
     source: where the configurations come from, in words.
     requantize: what GEMM 1 does with its result, as ``grouped_gemm`` takes it.
@@ -51,11 +50,6 @@ class Plan:
     unpermuted: bool = False
     quantization: str = "none"
     hidden_dtype: str | None = None
-
-    @property
-    def x_quantization(self) -> str:
-        """How GEMM 2 quantizes hidden rows; "none" where another launch has done so, or nobody does."""
-        return getattr(self.products[1], "x_quantization", "none")
 
     @property
     def scale_rows(self) -> int | None:
@@ -96,8 +90,6 @@ def make_plan(
         requantize = getattr(first, "requantize", "none")
         if requantize == "group":  # whose scales the scheme may round
             requantize = str(row_kind(weights.scheme)).removeprefix("e4m3_")
-        if requantize == "none":
-            second, configs = _quantizing_its_rows(config, weights, key, second, block_m, configs)
         return Plan(block_m, (first, second), configs, source, requantize, kind is not None, kind or "none")
 
     entry = table_for(hopper_gpu()).lookup(key, planned) if kernels == "hopper" else None
@@ -123,30 +115,6 @@ def make_plan(
         configs = (choose(first, block_m, num_sms), choose(second, block_m, num_sms))
         source += f", pinned to {planned} tokens"
     return plan(block_m, configs, source)
-
-
-def _quantizing_its_rows(
-    config: MoEConfig,
-    weights: ExpertWeights,
-    key: LayerKey | PackedLayerKey,
-    second: AnyDesc,
-    block_m: int,
-    configs: tuple[AnyConfig | None, AnyConfig | None],
-) -> tuple[AnyDesc, tuple[AnyConfig | None, AnyConfig | None]]:
-    """GEMM 2 and both configurations, GEMM 2 with hidden rows that it quantizes itself where it can."""
-    kind = None if in_kernel_layout(weights) else row_kind(weights.scheme)
-    activations = weights.scheme.activations
-    if kind not in X_QUANTIZATIONS or not isinstance(second, GemmDesc) or activations is None:
-        return second, configs
-    if kind == "e4m3_tensor" and activations.dynamic:  # of all rows of the call
-        return second, configs
-    quantizing = dataclasses.replace(second, x_quantization=kind, x_dtype=config.dtype.name)
-    first, own = configs
-    if own is None:
-        is_built = bool(key.candidates(quantizing, block_m, 1))
-        return (quantizing if is_built else second), configs
-    fitting = _fitting(key, quantizing, own)
-    return (second, configs) if isinstance(fitting, str) else (quantizing, (first, fitting))
 
 
 def _adapted_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey | PackedLayerKey, num_tokens: int) -> Plan:

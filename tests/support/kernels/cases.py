@@ -101,7 +101,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     tiles = ((desc.rows // config.block_m,), "int32")
     scaled = config.block_m if desc.unpermuted_rows else desc.rows
     shapes: dict[str, Shape] = {
-        "x": ((desc.unpermuted_rows or desc.rows, desc.k), desc.x_dtype or desc.dtype),
+        "x": ((desc.unpermuted_rows or desc.rows, desc.k), desc.dtype),
         "w": ((matrices, *((desc.k, desc.n) if desc.transposes_w else (desc.n, desc.k))), desc.dtype),
         "tile_expert": tiles,
         "num_tiles": ((1,), "int32"),
@@ -208,24 +208,6 @@ def swapped_block_cases() -> Iterator[Case]:
             desc = _in_tiles(gemm(name), block_m)
             for config in candidates(desc, block_m, H200_SMS):
                 yield gemm_case(name, desc, config)
-
-
-def quantizing_cases() -> Iterator[Case]:
-    """Rows in 16 bits that the consumers quantize: held in registers and read twice, K of 64 columns more."""
-    for kind, name, k, x_dtype in (
-        ("e4m3_tensor", "fp8 tensor", 768, "bfloat16"),
-        ("e4m3_row", "fp8 row", 768, "bfloat16"),
-        ("e4m3_row", "fp8 row ragged", 2048, "float16"),
-        ("int8_row", "int8 2880", 2880, "bfloat16"),
-        ("int8_row", "int8 row", 1536, "bfloat16"),
-        ("e4m3_group", "fp8 block", 768, "bfloat16"),
-        ("e4m3_group_ue8m0", "fp8 block, bias", 2048, "bfloat16"),
-    ):
-        for block_m in (8, 16):
-            desc = dataclasses.replace(gemm(name), k=k, x_quantization=kind, x_dtype=x_dtype)
-            desc = _in_tiles(desc, block_m)
-            for config in candidates(desc, block_m, H200_SMS):
-                yield gemm_case(f"{name} of {k}, {kind} of x", desc, config)
 
 
 def cluster_cases() -> Iterator[Case]:
@@ -642,7 +624,6 @@ def all_cases() -> Iterator[Case]:
     yield from wgrad_cases()
     yield from tall_cases()
     yield from swapped_block_cases()
-    yield from quantizing_cases()
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()

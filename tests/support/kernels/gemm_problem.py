@@ -229,46 +229,6 @@ def dequantized(out: Any, columns: int = 128) -> np.ndarray:
     return codes * np.repeat(scale.T, columns, axis=1)[:, : codes.shape[1]]
 
 
-# x_quantization -> the kind of a problem with such codes
-X_KINDS = {
-    "e4m3_tensor": "fp8_tensor",
-    "e4m3_row": "fp8_row",
-    "int8_row": "int8_row",
-    "e4m3_group": "fp8_block",
-    "e4m3_group_ue8m0": "fp8_block",
-}
-
-
-def quantizing_x(
-    quantization: str, sizes: list[int], *, dtype: Any = jnp.bfloat16, **options: Any
-) -> tuple[Problem, Problem]:
-    """A problem whose product quantizes x itself, and the one of the codes and scales that ``quantize_and_permute``
-    makes of it. Rows differ in size by 2**18; the first one is zeros.
-    """
-    given = make_problem(X_KINDS[quantization], sizes, **options)
-    rng, own = np.random.default_rng(1), given.own
-    wide = rng.standard_normal(given.args[0].shape) * np.exp2(rng.integers(-9, 9, (len(own), 1)))
-    wide[0], wide[~own] = 0, options.get("padding", 0.0)
-    x = jnp.asarray(wide, dtype)
-    scale = given.kwargs["x_scale"] if quantization == "e4m3_tensor" else None
-    codes, made = quantize_and_permute(x, quantization=quantization, scale=scale, implementation="reference")
-    w, w_scale = (np.asarray(array, np.float64) for array in (given.args[1], given.kwargs["w_scale"]))
-    blocks = w_scale.ndim == 3
-    factor = np.repeat(np.repeat(w_scale, 128, 1), 128, 2)[:, : w.shape[1], : w.shape[2]] if blocks else w_scale
-    w = w * factor.reshape(*factor.shape, *(1,) * (3 - factor.ndim))
-    of_rows = np.asarray(scale if made is None else made, np.float64)
-    spread = np.repeat(of_rows.T, 128, axis=1)[:, : x.shape[1]] if of_rows.ndim == 2 else of_rows.reshape(-1, 1)
-    x64, bias = np.asarray(codes, np.float64) * spread, given.kwargs["bias"]
-    bias = None if bias is None else np.asarray(bias)[:, None]
-    expected = products_of(x64, w[:, None], bias, given.row_expert, None)
-    together = given.kwargs | dict(x_scale=scale, x_quantization=quantization)
-    apart = given.kwargs | dict(x_scale=scale if made is None else made)
-    rest = given.args[1:]
-    return tuple(
-        Problem((rows, *rest), kwargs, expected, given.row_expert) for rows, kwargs in ((x, together), (codes, apart))
-    )
-
-
 def together_and_apart(problem: Problem, run: Callable[[Problem], Any], implementation: str) -> tuple[Any, Any]:
     """(codes as bytes, scales) of the rows in use: as the product requantizes them, and as ``quantize_and_permute``
     does with its bfloat16 result. Scales are None where the problem gives one.
