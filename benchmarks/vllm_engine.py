@@ -291,10 +291,10 @@ def launch(options: argparse.Namespace, name: str, case: str, plugin: bool, back
 
 
 def of_case(options: argparse.Namespace, name: str, case: str) -> str:
-    """An option that may have one number for each case, with commas between them."""
-    cases, given = options.cases.split(","), getattr(options, name).split(",")
+    """An option that may have one value for each case, with slashes between them."""
+    cases, given = options.cases.split(","), getattr(options, name).split("/")
     if len(given) not in (1, len(cases)):
-        raise SystemExit(f"--{name}: {len(given)} numbers for {len(cases)} cases; one, or one for each")
+        raise SystemExit(f"--{name}: {len(given)} values for {len(cases)} cases; one, or one for each")
     return given[cases.index(case) % len(given)]
 
 
@@ -348,11 +348,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")))
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--engines", default="", help="some of ours, auto, triton, deep_gemm and marlin; default: all")
-    parser.add_argument("--layers", default="4", help="of all cases, or with commas of each")
+    parser.add_argument(
+        "--layers", default="4", help="of all cases, or with slashes of each, as --engines and --vocabulary"
+    )
     parser.add_argument("--prefill", default="2048", help="tokens, with commas between them")
     parser.add_argument("--decode", default="1x1024,64x1024", help="rows x tokens that each holds")
     parser.add_argument(
-        "--vocabulary", default="0", help="as --layers: another size; inductor tries gpt-oss' head in 50 GB of memory"
+        "--vocabulary", default="0", help="another size of it; inductor tries gpt-oss' head in 50 GB of memory"
     )
     parser.add_argument(
         "--limit", type=float, default=900, help="seconds for all of it; six engines start in 2 minutes"
@@ -386,7 +388,8 @@ def main() -> None:
         for index, case in enumerate(options.cases.split(",")):
             gpu = gpus[index % len(gpus)]
             backends = dict(ours="auto") | {name: name for name in BACKENDS[case.partition(":")[2]]}
-            wanted = [name for name in backends if not options.engines or name in options.engines.split(",")]
+            engines = of_case(options, "engines", case)
+            wanted = [name for name in backends if not engines or name in engines.split(",")]
             plan[0] += [(f"{case}@{name}", case, name == "ours", backends[name], gpu) for name in wanted]
     for group in plan:
         running = {}
