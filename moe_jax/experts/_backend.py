@@ -26,6 +26,7 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array, Size
 from moe_jax.quantization import ExpertWeights, QuantizedMatrix, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams
+from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.nvlink_dispatch import DispatchedRows
 from pallas_kernels.tuning.layer import AnyKey
@@ -78,6 +79,7 @@ class Backend(abc.ABC):
         which inside ``jax.shard_map`` counts those of all devices.
     serves_arrived: whether ``serve_arrived`` runs.
     joins_matrices: whether ``multiply`` takes several matrices.
+    leaves_rows: whether ``run_layer`` takes ``is_combined=False``.
     is_all_kernels: whether ``run`` and ``run_layer`` are launches of kernels from end to end, which runtimes other than
         JAX's can launch as well.
     """
@@ -87,6 +89,7 @@ class Backend(abc.ABC):
     plans_for_local_experts: ClassVar[bool] = False
     serves_arrived: ClassVar[bool] = False
     joins_matrices: ClassVar[bool] = False
+    leaves_rows: ClassVar[bool] = False
     is_all_kernels: ClassVar[bool] = False
 
     def is_default(self, platform: str) -> bool:
@@ -201,10 +204,12 @@ class Backend(abc.ABC):
         params: RoutingParams | None,
         token_mask: Array | None,
         shared: Array | None,
-    ) -> tuple[Array, Array, Array]:
+        is_combined: bool = True,
+    ) -> tuple[Array | RoutedRows, Array, Array]:
         """Routing, experts, shared output and the one rounding in one, for calls without a ``layer_refusal``.
 
-        Returns (y (T, H) in x's dtype, topk_ids (T, k), rows per expert (E,)).
+        Returns (y (T, H) in x's dtype, topk_ids (T, k), rows per expert (E,)); where not is_combined, which backends
+        with ``leaves_rows`` take, what y is the sum of in its place.
         """
         raise NotImplementedError(f"{self.name} leaves routing to others")
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from moe_jax.experts.portable import Portable
 from moe_jax.experts.xla import Xla
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import Routing, RoutingParams, route
+from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common import WeightLayout
 
 # In the order of preference.
@@ -155,16 +157,37 @@ def _run(
 
 
 def run_layer_first(
-    problem: Problem, arguments: LayerArguments, in_steps: Callable[..., tuple[Array, Array, Array]]
-) -> tuple[Array, Array, Array] | None:
+    problem: Problem,
+    arguments: LayerArguments,
+    in_steps: Callable[..., tuple[Array, Array, Array]],
+    *,
+    is_combined: bool = True,
+) -> tuple[Any, Array, Array] | None:
     """The whole layer, by the backend that ``choose`` names; None when that one leaves routing to others.
 
-    in_steps: what it computes, of the same arguments, for whoever differentiates it.
+    in_steps: what it computes, of the same arguments, for whoever differentiates it. is_combined: else ``RoutedRows``
+    take the place of their sum; None too when the backend has none.
     """
     chosen, _ = choose(problem)
-    if chosen is None or chosen.layer_refusal(problem.config, arguments) is not None:
+    if chosen is None or not (is_combined or chosen.leaves_rows):
         return None
-    return with_gradient_of(functools.partial(chosen.run_layer, problem.config), in_steps, *arguments)
+    if chosen.layer_refusal(problem.config, arguments) is not None:
+        return None
+    if is_combined:
+        return with_gradient_of(functools.partial(chosen.run_layer, problem.config), in_steps, *arguments)
+    run = functools.partial(chosen.run_layer, problem.config, is_combined=False)
+    shapes, _, _ = jax.eval_shape(run, *arguments)
+
+    def in_steps_as_rows(*arguments):
+        """The sum as the row of each token's first expert."""
+        y, *others = in_steps(*arguments)
+        rows = jnp.zeros(shapes.rows.shape, shapes.rows.dtype).at[: y.shape[0]].set(y.astype(shapes.rows.dtype))
+        is_first = jnp.arange(shapes.row_of.shape[1]) == 0
+        row_of = jnp.where(is_first, jnp.arange(y.shape[0], dtype=jnp.int32)[:, None], -1)
+        shared = None if shapes.shared is None else jnp.zeros_like(shapes.shared)
+        return RoutedRows(rows, row_of, jnp.ones_like(shapes.weights), shared), *others
+
+    return with_gradient_of(run, in_steps_as_rows, *arguments)
 
 
 def route_by(

@@ -20,6 +20,7 @@ from moe_jax.experts._explain import explain
 from moe_jax.experts._gradient import constant
 from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import Routing, RoutingParams, route
+from pallas_kernels.combine import RoutedRows
 
 __all__ = ["MoEStats", "explain", "fused_experts", "fused_moe"]
 
@@ -149,7 +150,7 @@ def fused_moe(
         raise ValueError(f"router_parts has shape {router_parts.shape}, expected (P, {router_logits.shape})")
     if x.shape[0] > 0 and placement is None and replayed_ids is None:
         logits = router_logits if router_parts is None else router_parts
-        problem = Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
+        problem = _problem(x, weights, config)
         in_steps = functools.partial(_in_steps, config)
         whole = run_layer_first(problem, (x, logits, problem.weights, routing, token_mask, shared_output), in_steps)
         if whole is not None:
@@ -169,6 +170,26 @@ def fused_moe(
     y = finish(y, x, routed, config, shared_output)
     stats = stats_of(routed.topk_ids, slots, weights.num_experts)
     return (y, dataclasses.replace(stats, router_logits=router_logits)) if return_stats else y
+
+
+def routed_rows(
+    x: Float[Array, "T H"],
+    router_logits: Float[Array, "T E"],
+    weights: ExpertWeights,
+    config: MoEConfig,
+    routing: RoutingParams | None,
+    shared_output: Float[Array, "T H"] | None,
+) -> tuple[RoutedRows, MoEStats] | None:
+    """``fused_moe`` before the sum over experts, for a caller who adds it to more in one launch; None where no backend
+    leaves that to others."""
+    problem, in_steps = _problem(x, weights, config), functools.partial(_in_steps, config)
+    arguments = (x, router_logits, problem.weights, routing, None, shared_output)
+    found = run_layer_first(problem, arguments, in_steps, is_combined=False)
+    return None if found is None else (found[0], MoEStats(found[2], found[1], router_logits))
+
+
+def _problem(x: Array, weights: ExpertWeights, config: MoEConfig) -> Problem:
+    return Problem(config, _without_gradient(weights), x.shape[0], jax.default_backend())
 
 
 def _in_steps(

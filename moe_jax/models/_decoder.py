@@ -18,10 +18,10 @@ from moe_jax.loading import LoadReport
 from moe_jax.models._cache import KVCache, are_pages_missing, key_positions, slot_order, slots_of, starts_of_runs
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._fused import added_and_normed, added_normed_and_routed
+from moe_jax.models._fused import added, added_and_normed, added_normed_and_routed
 from moe_jax.models._inputs import check_cache, check_ids, check_page_table, check_positions
 from moe_jax.models._layer_cache import PAGE_SLOTS
-from moe_jax.models._layers import NORMS, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
+from moe_jax.models._layers import NORMS, Addend, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
 from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
@@ -32,11 +32,12 @@ from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
 from moe_jax.models.attention._mla import LatentAttention
 from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
-from moe_jax.nn import MoEBlock
+from moe_jax.nn import FusedMoE, MoEBlock
 from moe_jax.nn._lora import with_token_choices
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._explicit import gathered, in_auto_axes, lies_on_explicit_axes
 from moe_jax.quantization import Scheme
+from pallas_kernels.combine import RoutedRows
 
 
 class DecoderLayer(nnx.Module):
@@ -66,54 +67,62 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Array,
-        addend: Array | None,
+        addend: Addend,
         inputs: AttentionInputs,
         cached: Any,
         token_mask: Array | None,
-    ) -> tuple[Array, Array, Any, Array | None, MoEStats | None]:
+    ) -> tuple[Array, Addend, Any, Array | None, MoEStats | None]:
         """(x, addend, the layer's new cache, ``AttentionInputs.selected`` of the next layer, where tokens went; None
         without experts). The output is x + addend, as the input is, whose addend may be None: who comes next adds and
         normalises in one step. cached: the old cache, or None."""
         x, normal = self._into_attention(x, addend)
         y, kept, selected = self.self_attn(normal, inputs, cached)
-        x, normal, of_router = self._into_mlp(x, self._given(self.attention_norm, y), token_mask)
-        if isinstance(self.mlp, MoEBlock):
+        x, normal, logits = self._into_mlp(x, self._given(self.attention_norm, y), token_mask)
+        if (rows := self._rows_of_experts(normal, logits)) is not None:
+            y, stats = rows
+        elif isinstance(self.mlp, MoEBlock):
+            of_router = {} if logits is None else dict(router_logits=logits)
             y, stats = self.mlp(normal, token_mask=token_mask, **of_router, return_stats=True)
         else:
             y, stats = self.mlp(normal), None
         return x, self._given(self.mlp_norm, y), kept, selected, stats
 
-    def _into_attention(self, x: Array, addend: Array | None) -> tuple[Array, Any]:
+    def _into_attention(self, x: Array, addend: Addend) -> tuple[Array, Any]:
         """(the sum, what attention takes of it)."""
         found = None
         if isinstance(self.self_attn, Attention | LatentAttention) and not self.is_post_norm:
             found = self.self_attn.added_and_projected(self.attention_norm, x, addend)
         return self._next(x, addend, self.attention_norm) if found is None else found
 
-    def _into_mlp(
-        self, x: Array, addend: Array | PartialSums | None, token_mask: Array | None
-    ) -> tuple[Array, Array, dict[str, Array]]:
-        """(the sum, what the feed-forward layer takes of it, its ``router_logits`` where the same launch makes them).
+    def _into_mlp(self, x: Array, addend: Addend, token_mask: Array | None) -> tuple[Array, Array, Array | None]:
+        """(the sum, what the feed-forward layer takes of it, router logits of that where the same launch makes them).
 
         A router sees zeros in place of masked tokens, the norm's launch does not."""
         found = None
         if type(self.mlp) is MoEBlock and token_mask is None and not self.is_post_norm:
             sms = self.self_attn.num_sms()
             found = added_normed_and_routed(self.mlp_norm, x, addend, self.mlp.router, sms)
-        if found is None:
-            return *self._next(x, addend, self.mlp_norm), {}
-        return *found[:2], dict(router_logits=found[2])
+        return (*self._next(x, addend, self.mlp_norm), None) if found is None else found
 
-    def _next(self, x: Array, addend: Array | PartialSums | None, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
+    def _rows_of_experts(self, normal: Array, logits: Array | None) -> tuple[RoutedRows, MoEStats] | None:
+        """What the experts of few tokens add, not added up; None where more follows, or no backend leaves it so."""
+        if logits is None or self.residual_multiplier != 1:
+            return None
+        assert isinstance(self.mlp, MoEBlock), "whose router made logits"
+        is_plain = type(self.mlp.experts) is FusedMoE and self.mlp.shared_experts is None
+        return self.mlp.experts.routed_rows(normal, logits) if is_plain else None
+
+    def _next(self, x: Array, addend: Addend, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""
         if self.is_post_norm:
-            assert not isinstance(addend, PartialSums), "_given has added them up"
-            x = x if addend is None else x + addend
+            x = added(x, addend)
             return x, x
         return added_and_normed(norm, x, addend, self.self_attn.num_sms())
 
-    def _given(self, norm: RMSNorm | LayerNorm, y: Array | PartialSums) -> Any:
-        """What an attention or feed-forward layer adds."""
+    def _given(self, norm: RMSNorm | LayerNorm, y: Array | PartialSums | RoutedRows) -> Any:
+        """What an attention or feed-forward layer adds. Rows of experts are left where nothing follows alone."""
+        if isinstance(y, RoutedRows):
+            return y
         if isinstance(y, PartialSums):
             if not self.is_post_norm and self.residual_multiplier == 1:
                 return y
@@ -441,7 +450,7 @@ class CausalLM(MoEFamily, Versioned):
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else cache.layers[index]
             if remat and addend is not None:
-                x, addend = x + addend, None  # one array to keep for the backward pass, not two
+                x, addend = added(x, addend), None  # one array to keep for the backward pass, not two
             of_layer = run_layer(layer, x, addend, inputs, cached, mask if is_masked else None)
             x, addend, arrays, selected, where = of_layer
             inputs = dataclasses.replace(inputs, selected=selected)

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from moe_jax._typing import Array, DTypeLike, Float
 from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
-from moe_jax.models._layers import LayerNorm, Linear, PartialSums, RMSNorm, biases_of
+from moe_jax.models._layers import Addend, LayerNorm, Linear, PartialSums, RMSNorm, biases_of
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
 from moe_jax.quantization import QuantizedMatrix
 from pallas_kernels import add_and_norm as norm_kernel
 from pallas_kernels import rotate_and_store as rotate_kernel
+from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common.device import hopper_sms
 
 
@@ -34,13 +35,12 @@ def num_sms(attention: str) -> int | None:
 
 
 def added_and_normed(
-    norm: RMSNorm | LayerNorm, x: Float[Array, "... H"], addend: Array | PartialSums | None, sms: int | None
+    norm: RMSNorm | LayerNorm, x: Float[Array, "... H"], addend: Addend, sms: int | None
 ) -> tuple[Array, Array]:
     """(x + addend, its norm). addend: None for zeros. sms: of ``num_sms``."""
     parts, bias = _parts(addend, x)
     if not _takes_norm(norm, x, parts, bias, sms):
-        addend = addend.whole(x.dtype) if isinstance(addend, PartialSums) else addend
-        total = x if addend is None else x + addend
+        total = added(x, addend)
         return total, norm(total)
     run, judge = (functools.partial(_added_and_normed, norm.eps, name, "none", 0) for name in ("hopper", "reference"))
     return with_gradient_of(run, judge, x, norm.weight[...], parts, bias)
@@ -49,7 +49,7 @@ def added_and_normed(
 def added_normed_and_routed(
     norm: RMSNorm | LayerNorm,
     x: Float[Array, "... H"],
-    addend: Array | PartialSums | None,
+    addend: Addend,
     router: Any,
     sms: int | None,
 ) -> tuple[Array, Array, Array] | None:
@@ -74,7 +74,7 @@ def added_normed_and_routed(
 def added_and_projected(
     norm: RMSNorm | LayerNorm,
     x: Float[Array, "... H"],
-    addend: Array | PartialSums | None,
+    addend: Addend,
     modules: tuple[Linear, ...],
     sms: int | None,
 ) -> tuple[Array, tuple[PartialSums, ...]] | None:
@@ -116,8 +116,17 @@ def added_and_projected(
     return both[0], tuple(PartialSums(y[None], x.shape[:-1]) for y in both[1])
 
 
-def _parts(addend: Array | PartialSums | None, x: Array) -> tuple[Array | None, Array | None]:
-    """(P, R, H) of the tokens of x, and the bias (H,) of their product."""
+def added(x: Float[Array, "... H"], addend: Addend) -> Float[Array, "... H"]:
+    """x + addend, each rounded."""
+    if isinstance(addend, PartialSums | RoutedRows):
+        addend = addend.whole(x.dtype).reshape(x.shape)
+    return x if addend is None else x + addend
+
+
+def _parts(addend: Addend, x: Array) -> tuple[Array | RoutedRows | None, Array | None]:
+    """(P, R, H) of the tokens of x or the rows of their experts, and the bias (H,) of their product."""
+    if isinstance(addend, RoutedRows):
+        return addend, None
     if isinstance(addend, PartialSums):
         return addend.parts, addend.biases[0] if addend.biases else None
     return None if addend is None else addend.reshape(1, -1, x.shape[-1]), None
@@ -126,19 +135,25 @@ def _parts(addend: Array | PartialSums | None, x: Array) -> tuple[Array | None, 
 def _takes_norm(
     norm: RMSNorm | LayerNorm,
     x: Array,
-    parts: Array | None,
+    parts: Array | RoutedRows | None,
     bias: Array | None,
     sms: int | None,
     quantization: str = "none",
     scale_rows: int = 0,
-    **of_router: Any,
+    **others: Any,
 ) -> bool:
     if sms is None or type(norm) is not RMSNorm or 0 in x.shape or norm.weight.dtype != x.dtype:
         return False
     name, rows = jnp.dtype(x.dtype).name, x.size // x.shape[-1]
-    count, kind = (0, None) if parts is None else (parts.shape[0], jnp.dtype(parts.dtype).name)
+    count, kind = 0, None
+    if isinstance(parts, RoutedRows):
+        kind, shared = jnp.dtype(parts.rows.dtype).name, parts.shared
+        others |= dict(top_k=parts.row_of.shape[1])
+        others |= dict(shared_dtype=None if shared is None else jnp.dtype(shared.dtype).name)
+    elif parts is not None:
+        count, kind = parts.shape[0], jnp.dtype(parts.dtype).name
     sizes = rows, x.shape[-1], name, count, norm.eps, kind, quantization, scale_rows, bias is not None
-    desc = norm_kernel.AddNormDesc(*sizes, **of_router)
+    desc = norm_kernel.AddNormDesc(*sizes, **others)
     return norm_kernel.config_error(desc, norm_kernel.choose_config(desc, sms)) is None
 
 
@@ -151,7 +166,7 @@ def _added_and_normed(
     scale_rows: int,
     x: Array,
     weight: Array,
-    parts: Array | None,
+    parts: Array | RoutedRows | None,
     bias: Array | None,
     router: Array | None = None,
     router_bias: Array | None = None,

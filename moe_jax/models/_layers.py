@@ -7,7 +7,7 @@ The weight of a Linear or Head may be a ``QuantizedMatrix``, see ``keep_quantize
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from moe_jax.nn import LoRAParam, QuantizedParam
 from moe_jax.nn._lora import Adapter
 from moe_jax.parallel._logical import EMBED, MLP, VOCAB
 from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
+from pallas_kernels.combine import RoutedRows
 
 MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
 _TILES = 320  # of a product, 64 x 64, that give each SM of a GPU enough to read
@@ -214,6 +215,10 @@ class PartialSums:
         y = rows[0] if rows.shape[0] == 1 else jnp.sum(rows.astype(jnp.float32), axis=0)
         y = y + jnp.concatenate(self.biases).astype(jnp.float32) if self.biases else y
         return y.reshape(*self.lead, -1).astype(dtype)
+
+
+# What a layer hands on to be added to x by who comes next, and None for zeros.
+Addend: TypeAlias = Array | PartialSums | RoutedRows | None
 
 
 def partial_sums(module: Linear, x: Float[Array, "... K"]) -> PartialSums:

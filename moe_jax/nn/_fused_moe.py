@@ -18,6 +18,7 @@ from moe_jax._versions import Place, Versioned, changing, install, one_version
 from moe_jax.activations import NOT_GATED_SUFFIX, parse_activation, resolve_activation
 from moe_jax.experts import MoEStats, explain, fused_moe
 from moe_jax.experts._choice import in_best_layout, order_of, plain_layout
+from moe_jax.experts._fused_moe import routed_rows
 from moe_jax.loading import LayerLoader
 from moe_jax.nn._frozen import warn_of_frozen_experts
 from moe_jax.nn._lora import ExpertLoRA
@@ -44,6 +45,7 @@ from moe_jax.parallel._sharding import lay_out, plain_shares
 from moe_jax.parallel._weights import abstract_placed_weights, is_placed, replace_experts
 from moe_jax.quantization import ExpertWeights, Scheme, SchemeLike, method_for
 from moe_jax.routing import RoutingParams, validate_routing
+from pallas_kernels.combine import RoutedRows
 
 # Loaders hold host memory while a layer is being filled; kept off the module so that they never enter its pytree.
 _staging: "weakref.WeakKeyDictionary[FusedMoE, LayerLoader]" = weakref.WeakKeyDictionary()
@@ -362,6 +364,21 @@ class FusedMoE(Versioned):
             y = jnp.where(mask[:, None], y, jnp.zeros_like(y))
         y = ready_to_split(y, y.ndim - 2, lead).reshape(*y.shape[:-2], *lead, y.shape[-1])
         return (y, stats) if return_stats else y
+
+    def routed_rows(self, x: Array, router_logits: Array) -> tuple[RoutedRows, MoEStats] | None:
+        """What a call adds up for each token, for a caller who adds it to more in one launch, and ``MoEStats``.
+
+        x: (..., H) in ``dtype``. router_logits: (..., E). None where more than that sum follows, or the backend keeps
+        it to itself.
+        """
+        transforms = (self.routed_input_transform, self.routed_output_transform)
+        is_plain = self.parallel is None and self.lora is None and transforms == (None, None)
+        if not is_plain or x.dtype != self.config.dtype:
+            return None
+        tokens = x.reshape(-1, x.shape[-1])
+        logits = router_logits.reshape(-1, router_logits.shape[-1])
+        arguments = (self.weights.get_value(), self.config, self._routing_params(), self._shared(tokens))
+        return routed_rows(tokens, logits, *arguments)
 
     def _shared(self, tokens: ArrayArg) -> Array | None:
         if self.shared_experts is None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.add_and_norm.config import QUANTIZATIONS, AddNormConfig, AddNormDesc, choose_config, config_error
 from pallas_kernels.add_and_norm.reference import add_and_norm_ref
+from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 
@@ -14,7 +15,7 @@ from pallas_kernels.common.implementations import first_that_runs
 def add_and_norm(
     x: jax.Array,
     weight: jax.Array,
-    addend: jax.Array | None = None,
+    addend: jax.Array | RoutedRows | None = None,
     *,
     eps: float,
     bias: jax.Array | None = None,
@@ -34,8 +35,10 @@ def add_and_norm(
         x: (T, H).
         weight: (H,), of the same dtype.
         addend: (T, H), of the same dtype; or the partial sums of a product, (P, R, H) of the same dtype or float32,
-            which are added in their order. Of their R >= T rows those past T are not read. None for zeros: then x is
-            returned as it is.
+            which are added in their order. Of their R >= T rows those past T are not read. Or the rows of the tokens'
+            experts, of the same dtype or float32, whose weighted sum is added as ``combine`` makes it, but not rounded
+            in between; the Hopper kernel takes those of up to ``FEW_TOKENS`` tokens. None for zeros: then x is returned
+            as it is.
         bias: (H,) float, of the product that addend is; None for zeros.
         router: (E, H) of x's dtype, then the last result is norm router^T + router_bias, (T, E) float32, summed in
             float32; None for no such result. The Hopper kernel takes up to ``FEW_TOKENS`` tokens, not quantized.
@@ -49,6 +52,10 @@ def add_and_norm(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
+    routed = addend if isinstance(addend, RoutedRows) else None
+    if routed is not None:
+        _check_routed(x, weight, routed)
+    addend = None if isinstance(addend, RoutedRows) else addend
     parts = addend[None] if addend is not None and addend.ndim == 2 else addend
     is_fit = parts is None or (parts.ndim == 3 and parts.shape[0] > 0 and parts.shape[2] == x.shape[-1])
     if x.ndim == 2 and addend is not None and is_fit:
@@ -65,18 +72,22 @@ def add_and_norm(
     is_float = bias is None or jnp.issubdtype(bias.dtype, jnp.floating)
     if bias is not None and (parts is None or bias.shape != weight.shape or not is_float):
         raise ValueError(f"bias is {bias.dtype}{bias.shape}, expected a float dtype and {weight.shape}, with an addend")
+    rows = parts if routed is None else routed.rows
+    shared = None if routed is None else routed.shared
     _check_router(x, router, router_bias)
     desc = AddNormDesc(
         *x.shape,
         dtype=jnp.dtype(x.dtype).name,
         num_parts=0 if parts is None else parts.shape[0],
         eps=float(eps),
-        part_dtype=None if parts is None else jnp.dtype(parts.dtype).name,
+        part_dtype=None if rows is None else jnp.dtype(rows.dtype).name,
         quantization=quantization,
         scale_rows=scale_rows or 0,
         has_bias=bias is not None,
         num_experts=0 if router is None else router.shape[0],
         has_router_bias=router_bias is not None,
+        top_k=0 if routed is None else routed.row_of.shape[1],
+        shared_dtype=None if shared is None else jnp.dtype(shared.dtype).name,
     )
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
@@ -90,12 +101,24 @@ def add_and_norm(
 
         from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90  # here: importing it loads Pallas
 
-        optional = (a for a in (parts, bias, router, router_bias) if a is not None)
+        addends = (parts, bias) if routed is None else (routed.rows, routed.row_of, routed.weights, shared)
+        optional = (a for a in (*addends, router, router_bias) if a is not None)
         found = add_and_norm_sm90(desc, chosen)(x, weight, *optional)
-        return (x, *found) if parts is None else tuple(found)
+        return tuple(found) if desc.has_addend else (x, *found)
 
-    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, x, weight, parts, bias, router, router_bias))
+    operands = (x, weight, parts if routed is None else routed, bias, router, router_bias)
+    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, *operands))
     return first_that_runs("add_and_norm", runs, implementation)
+
+
+def _check_routed(x: jax.Array, weight: jax.Array, routed: RoutedRows) -> None:
+    routed.check()
+    if routed.shape != x.shape or not routed.row_of.shape[1]:
+        raise ValueError(
+            f"addend has rows of experts of (T, H) {routed.shape}, expected {x.shape} as x, with top_k > 0"
+        )
+    if routed.rows.dtype not in (x.dtype, jnp.float32):
+        raise TypeError(f"addend has rows of experts in {routed.rows.dtype}, expected {x.dtype} as x, or float32")
 
 
 def _check_router(x: jax.Array, router: jax.Array | None, router_bias: jax.Array | None) -> None:

@@ -7,7 +7,7 @@ from pallas_kernels.quantize_and_permute.config import GROUP, WARPS, PermuteDesc
 
 QUANTIZATIONS = ("none", "e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
 MOST_COLUMNS = 8192  # of a row, which a warpgroup holds at once: 64 values a thread
-FEW_TOKENS = 4  # up to here every CTA makes the norm of its row anew, to multiply it with weights of its own
+FEW_TOKENS = 4  # up to here a CTA multiplies with a router, or adds up the rows of experts: more is others' work
 _MOST_WEIGHTS = 16384  # of a router, which a warpgroup holds at once: 64 registers a thread
 
 
@@ -19,7 +19,8 @@ class AddNormDesc:
     dtype: of all operands and results, but for part_dtype of what is added; None where that has the same. quantization:
     of the norm, a kind of ``quantize_and_permute``, "none" for none. scale_rows: rows that its scales have room for, 0
     for num_tokens. num_experts: of the router that the norm is multiplied with, 0 for none; has_router_bias: its logits
-    have a bias.
+    have a bias. top_k: rows of experts that are added to each token, 0 for none; then num_parts is 0, part_dtype is
+    theirs, and shared_dtype that of one more row, or None.
     """
 
     num_tokens: int
@@ -33,6 +34,12 @@ class AddNormDesc:
     has_bias: bool = False
     num_experts: int = 0
     has_router_bias: bool = False
+    top_k: int = 0
+    shared_dtype: str | None = None
+
+    @property
+    def has_addend(self) -> bool:
+        return bool(self.num_parts or self.top_k)
 
     @property
     def rows(self) -> PermuteDesc:
@@ -56,6 +63,10 @@ def config_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
         return f"dtype {desc.dtype}; there are bfloat16 and float16"
     if desc.part_dtype not in (None, desc.dtype, "float32"):
         return f"parts of {desc.part_dtype}; there are {desc.dtype} and float32"
+    if desc.shared_dtype not in (None, "bfloat16", "float16", "float32"):
+        return f"shared: {desc.shared_dtype}; there are bfloat16, float16 and float32"
+    if desc.top_k and desc.num_tokens > FEW_TOKENS:
+        return f"rows of experts of T={desc.num_tokens} tokens: up to {FEW_TOKENS}"
     if not vector_length(desc.width, 2) or desc.width > MOST_COLUMNS:
         return f"H={desc.width}: from 128 to {MOST_COLUMNS}"
     if desc.quantization not in QUANTIZATIONS:

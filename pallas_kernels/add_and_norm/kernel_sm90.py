@@ -31,20 +31,22 @@ def add_and_norm_sm90(desc: AddNormDesc, config: AddNormConfig) -> Kernel:
     """The kernel: (x, weight, [parts (P, R, H), [bias (H,)]], [router (E, H), [router_bias (E,)]]) -> [sum, norm,
     logits], without the sum where nothing is added, and without logits where there is no router.
 
-    With a quantization codes and scales take the place of the norm.
+    With top_k the fields of ``RoutedRows`` take the place of parts and bias. With a quantization codes and scales take
+    the place of the norm.
     """
     columns, width = split_columns(desc.rows), desc.width
     total = jax.ShapeDtypeStruct((desc.num_tokens, *columns), desc.dtype)
-    out = [total] * bool(desc.num_parts) + quantized_outputs(desc.rows)
+    out = [total] * desc.has_addend + quantized_outputs(desc.rows)
     out += [jax.ShapeDtypeStruct((desc.num_tokens, desc.num_experts), jnp.float32)] * bool(desc.num_experts)
     call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
-    if not desc.rows.is_grouped:
-        return call
+
+    def split_rows(array):
+        return array.reshape(*array.shape[:-1], *columns) if array.shape[-1] == width else array
 
     def whole_rows(array):
         return array.reshape(desc.num_tokens, width) if array.shape[1:] == columns else array
 
-    return lambda *operands: [*map(whole_rows, call(*(a.reshape(*a.shape[:-1], *columns) for a in operands)))]
+    return lambda *operands: [*map(whole_rows, call(*map(split_rows, operands)))]
 
 
 def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest: Ref) -> None:
@@ -52,9 +54,12 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest
     operands = list(rest)
     parts = operands.pop(0) if desc.num_parts else None
     bias = operands.pop(0) if desc.has_bias else None
+    of_experts: list[Any] = [operands.pop(0) if desc.top_k else None for _ in range(3)]
+    rows_of_experts, row_of, row_weights = of_experts
+    shared = operands.pop(0) if desc.shared_dtype else None
     router = operands.pop(0) if desc.num_experts else None
     router_bias = operands.pop(0) if desc.has_router_bias else None
-    total_out = operands.pop(0) if desc.num_parts else None
+    total_out = operands.pop(0) if desc.has_addend else None
     outputs = operands
     counted_twice = 0
     columns: list[Any]
@@ -82,13 +87,19 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest
         total = functools.reduce(jnp.add, values)
         return jnp.sum(jnp.sum(total, axis=1) if desc.rows.is_grouped else total)
 
+    def routed(place, own, part):
+        """A row of an expert times its weight, as combine adds it; zeros for a slot without one, whatever was read."""
+        values = load(rows_of_experts, lax.max(place, jnp.int32(0)), part) * own
+        return jnp.where(lax.broadcast_in_dim(place >= 0, values.shape, ()), values, 0.0)
+
     def summed(row):
         values = [load(x, row, part) for part in columns]
-        if parts is None:
-            return values
-        for i, part in enumerate(columns):
-            added = [load(parts, index, row, part) for index in range(desc.num_parts)]
+        slots = [(row_of[row, j], row_weights[row, j].astype(jnp.float32)) for j in range(desc.top_k)]
+        for i, part in enumerate(columns if desc.has_addend else ()):
+            added = [] if parts is None else [load(parts, index, row, part) for index in range(desc.num_parts)]
             added += [] if bias is None else [load(bias, part)]
+            added += [routed(place, own, part) for place, own in slots]
+            added += [] if shared is None else [load(shared, row, part)]
             values[i] = values[i] + functools.reduce(jnp.add, added)
         return values
 

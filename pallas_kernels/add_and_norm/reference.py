@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.add_and_norm.config import AddNormDesc
+from pallas_kernels.combine import RoutedRows
 from pallas_kernels.quantize_and_permute import quantize_and_permute_ref
 
 
@@ -13,14 +14,16 @@ def add_and_norm_ref(
     desc: AddNormDesc,
     x: jax.Array,
     weight: jax.Array,
-    parts: jax.Array | None,
+    parts: jax.Array | RoutedRows | None,
     bias: jax.Array | None = None,
     router: jax.Array | None = None,
     router_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """What ``add_and_norm`` computes."""
     wide = x.astype(jnp.float32)
-    if parts is not None:
+    if isinstance(parts, RoutedRows):
+        wide = wide + parts.whole(jnp.float32, "reference")
+    elif parts is not None:
         added = functools.reduce(jnp.add, parts[:, : desc.num_tokens].astype(jnp.float32))
         wide = wide + (added if bias is None else added + bias.astype(jnp.float32))
     unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + desc.eps)

@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import moe_jax
-from moe_jax.experts import _matrix
+from moe_jax.experts import _choice, _matrix
 from moe_jax.experts._choice import BACKENDS
 from moe_jax.experts._matrix import multiply
+from moe_jax.experts.hopper import _experts as hopper_experts
 from moe_jax.experts.hopper import _matrix as hopper_matrix
 from moe_jax.models import KVCache, _fused
 from moe_jax.models._layers import (
@@ -33,20 +34,24 @@ from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
+from pallas_kernels.combine import RoutedRows
 from pallas_kernels.decode_attention.config import HEADS
 from tests.support.cases.hopper_layers import E, H, make_layer, on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close, run
 
+_Hopper: Any = type(BACKENDS["hopper"])
+
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the kernels in all traced calls, one for equal layers, "router" behind one that multiplies with it; any
-    dtype and size is taken as on Hopper."""
+    """Names of the kernels in all traced calls, one for equal layers, "router" behind one that multiplies with it and
+    "experts" behind one that adds up their rows; any dtype and size is taken as on Hopper."""
     found = []
 
     def stand_in(kernel, *arguments, implementation, **options):
         found.append(kernel.__name__)
         found.extend(["router"] * (options.get("router") is not None))
+        found.extend(["experts"] * any(isinstance(argument, RoutedRows) for argument in arguments))
         return kernel(*arguments, implementation="reference", **options)
 
     for module, name in ((_fused.norm_kernel, "add_and_norm"), (_fused.rotate_kernel, "rotate_and_store")):
@@ -92,6 +97,10 @@ def test_generate_and_gradients(case, calls):
     models = [moe_jax.load_pretrained(directory, dtype="float32", attention=name) for name in ("auto", "xla")]
     made = [moe_jax.generate(model, [[1, 2, 3, 4, 5], [6, 7]], max_new_tokens=4) for model in models]
     assert made[0] == made[1] and "rotate_and_store" in calls
+    assert "router" not in calls  # rows may have ended, and are masked then; not so one alone
+    made = [moe_jax.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=4) for model in models]
+    np.testing.assert_array_equal(*made)
+    assert "router" in calls
 
     def loss(model):
         return model(jnp.arange(12)[None] % VOCAB)[0, -1, :7].sum()
@@ -127,6 +136,42 @@ def test_a_router_with_the_norm(case, calls, monkeypatch, name):
     assert "router" not in calls and len(routed) == len(ours.moe_blocks())
     _, wanted = theirs(ids, attention_mask=mask, return_stats=True)
     np.testing.assert_allclose(stats.router_logits, wanted.router_logits, rtol=1e-4, atol=1e-5)
+
+
+class _Leaving(_Hopper):
+    """The Hopper backend with the kernels' references in whole layers."""
+
+    run_layer = staticmethod(functools.partial(hopper_experts.forward_layer, kernels="reference"))
+
+    def layer_refusal(self, config, arguments):
+        return None
+
+
+OTHERS = ["granite", "deepseek_v3", "flex_olmo"]  # a multiplier, shared experts and a norm come behind the sum
+
+
+@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
+    """Logits, statistics and gradients are XLA's, with and without ``remat``."""
+    directory, ids = case(name).directory, jnp.arange(8).reshape(2, 4) % VOCAB
+    ours, theirs = (moe_jax.load_pretrained(directory, dtype="float32", attention=one) for one in ("auto", "xla"))
+    expected, wanted = theirs(ids, return_stats=True)
+
+    def loss(model, **options):
+        return model(ids, **options)[0, -1, :7].sum()
+
+    gradients = jax.tree.leaves(jax.jit(nnx.grad(loss))(theirs))
+    monkeypatch.setattr(_choice, "choose", lambda problem: (_Leaving(), []))
+    found, stats = ours(ids, return_stats=True)
+    assert ("experts" in calls) == (name not in OTHERS)
+    assert_logits_close(np.asarray(found), np.asarray(expected))
+    for name in ("topk_ids", "load"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(wanted, name))
+    np.testing.assert_allclose(stats.router_logits, wanted.router_logits, rtol=1e-4, atol=1e-5)
+    for options in ({}, dict(remat=True)):
+        found = jax.tree.leaves(jax.jit(nnx.grad(functools.partial(loss, **options)))(ours))
+        for one, other in zip(found, gradients, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_routed_with_the_norm():
@@ -175,9 +220,6 @@ def test_a_cache_in_fp8(case, calls):
     for found, wanted in zip(*(cache.layers[0].arrays for cache in caches), strict=True):
         assert found.dtype == jnp.float8_e4m3fn
         np.testing.assert_array_equal(found.astype(np.float32), wanted.astype(np.float32))
-
-
-_Hopper: Any = type(BACKENDS["hopper"])
 
 
 class _Rows(_Hopper):
@@ -465,3 +507,33 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
     # Equal layers share the text of a kernel: norms without a sum, with attention's parts, with what experts give, and
     # with a sum that nobody reads at the end; the rotation; one or two for attention.
     assert text.count("mosaic_gpu_v2") == (6 if HEADS.is_fused else 7)
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 4), (4, 4), (5, 5)])
+def test_launches_of_experts(case, monkeypatch, rows, kernels):
+    """A decode step for CUDA: few rows of experts are added up by the next norm, more by a launch of the layer."""
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    sizes: Any = dict(num_layers=2, moe_layers=(0, 1), num_heads=8, num_kv_heads=4, head_dim=64, hidden_size=512)
+    sizes |= dict(rope=dataclasses.replace(case("qwen3").model.config.rope, dim=64), moe_intermediate_size=256)
+    config = dataclasses.replace(case("qwen3").model.config, **sizes)
+    schemes = dict.fromkeys((0, 1), Scheme.parse("fp8_channel"))
+    with on_hopper():
+        model = nnx.eval_shape(lambda: Qwen3MoeForCausalLM(config, schemes=schemes, rngs=nnx.Rngs(0)))
+        cache = jax.eval_shape(lambda: KVCache.zeros(config, rows, 64, jnp.bfloat16))
+        graphdef, state = nnx.split(model)
+
+        def step(state, ids, cache):
+            return nnx.merge(graphdef, state).hidden_states(ids, cache=cache)
+
+        traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((rows, 1), jnp.int32), cache)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    functions = {part.split("(")[0]: part for part in re.split(r"func\.func (?:public|private) @", text)[1:]}
+    assert functions["main"].count("call @forward_layer") == 2
+
+    def launches(name):
+        """Of a function and of those that it calls."""
+        called = re.findall(r" call @(\w+)", functions[name])
+        return functions[name].count("mosaic_gpu_v2") + sum(map(launches, called))
+
+    assert launches("forward_layer") == kernels

@@ -1,5 +1,6 @@
 """add_and_norm: the reference against NumPy float64, refusals, lowering for CUDA, and the Hopper kernel on a GPU."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,7 @@ from pallas_kernels.add_and_norm import (
     choose_config,
     config_error,
 )
+from pallas_kernels.combine import RoutedRows, combine
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.kernels.layer_cases import add_and_norm_cases
 from tests.support.refusals import refuses
@@ -101,6 +103,48 @@ def check_router(implementation, rows, width, experts, dtype):
             np.testing.assert_allclose(logits, exact, rtol=1e-6, atol=atol)
 
 
+def of_experts(rows, width, dtype, top_k=3, rows_dtype=None, shared_dtype=None):
+    """Rows of experts in any order, those that no slot names NaN; a token without any expert; and the float64 sum."""
+    rng, held = np.random.default_rng(4), rows * top_k + 2
+    row_of = (rng.permutation(held - 1)[: rows * top_k] + 1).reshape(rows, top_k).astype(np.int32)
+    row_of[0, 1], row_of[rows // 2 if rows > 1 else 0, 2:] = -1, -1
+    data = np.full((held, width), np.nan)
+    named = row_of[row_of >= 0]
+    data[named] = rng.standard_normal((len(named), width))
+    data = data.astype(rows_dtype or DTYPES[dtype])
+    weights = rng.standard_normal((rows, top_k)).astype(np.float32)
+    shared = None if shared_dtype is None else rng.standard_normal((rows, width)).astype(shared_dtype)
+    wide = np.zeros((rows, width)) if shared is None else shared.astype(np.float64)
+    for t, j in zip(*np.nonzero(row_of >= 0), strict=True):
+        wide[t] += np.float64(weights[t, j]) * data[row_of[t, j]].astype(np.float64)
+    return RoutedRows(data, row_of, weights, shared), wide
+
+
+def check_rows_of_experts(implementation, rows, width, dtype):
+    """Their weighted sum is added and rounded once, with x: the bits of ``combine``'s float32 sum as one part."""
+    (x, weight, _), step = make(rows, width, dtype, False)[0], float(ml_dtypes.finfo(DTYPES[dtype]).eps)
+    for rows_dtype, shared_dtype in ((None, None), (None, np.float32), (np.float32, DTYPES[dtype])):
+        routed, added = of_experts(rows, width, dtype, 3, rows_dtype, shared_dtype)
+        wide = x.astype(np.float64) + added
+        normal = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + EPS) * weight.astype(np.float64)
+        total, found = run((x, weight, routed), implementation)
+        np.testing.assert_allclose(total.astype(np.float64), wide, rtol=0.52 * step, atol=1e-6)
+        np.testing.assert_allclose(found.astype(np.float64), normal, rtol=0.52 * step, atol=1e-5)
+        added = jax.tree.map(jnp.asarray, routed).whole(jnp.float32, implementation)
+        for one, other in zip((total, found), run((x, weight, added[None]), implementation), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def check_quantized_rows_of_experts(implementation, kind, rows, width):
+    (x, weight, _), *_ = make(rows, width, "bfloat16", False)
+    routed, _ = of_experts(rows, width, "bfloat16")
+    added = combine(*map(jnp.asarray, (routed.rows, routed.row_of, routed.weights)), out_dtype=jnp.float32)
+    options = dict(quantization=kind, scale_rows=rows)
+    found, apart = (run((x, weight, a), implementation, **options) for a in (routed, added[None]))
+    for one, other in zip(found, apart, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 KINDS = {"e4m3_row": (448, 2**-4), "e4m3_group": (448, 2**-4), "e4m3_group_ue8m0": (448, 2**-4), "int8_row": (127, 0)}
 
 
@@ -126,6 +170,7 @@ def check_quantized(implementation, kind, rows, width):
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_reference(kind):
     check_quantized("reference", kind, 5, 512)
+    check_quantized_rows_of_experts("reference", kind, 4, 512)
 
 
 @pytest.mark.gpu
@@ -146,6 +191,7 @@ def test_reference(dtype):
     check("reference", 5, 96, dtype)
     check_parts("reference", 5, 96, dtype)
     check_router("reference", 5, 96, 7, dtype)
+    check_rows_of_experts("reference", 5, 96, dtype)
 
 
 def test_wrong_calls():
@@ -170,6 +216,17 @@ def test_wrong_calls():
     refuses(ValueError, words, add_and_norm, x, weight, eps=EPS, router=router, router_bias=weight)
     words, counts = r"router_bias is int32\(6,\)", jnp.zeros(6, jnp.int32)
     refuses(ValueError, words, add_and_norm, x, weight, eps=EPS, router=router, router_bias=counts)
+    routed = RoutedRows(x, jnp.zeros((4, 2), jnp.int32), jnp.zeros((4, 2)))
+    other = dataclasses.replace(routed, weights=jnp.zeros((4, 1)))
+    refuses(ValueError, r"rows \(4, 128\), row_of \(4, 2\), weights \(4, 1\)", add_and_norm, x, weight, other, eps=EPS)
+    words = r"rows of experts of \(T, H\) \(4, 128\), expected \(3, 128\) as x"
+    refuses(ValueError, words, add_and_norm, x[:3], weight, routed, eps=EPS)
+    other = dataclasses.replace(routed, row_of=routed.row_of[:, :0], weights=routed.weights[:, :0])
+    refuses(ValueError, "with top_k > 0", add_and_norm, x, weight, other, eps=EPS)
+    other = dataclasses.replace(routed, rows=x.astype(jnp.float16))
+    refuses(TypeError, "rows of experts in float16, expected bfloat16", add_and_norm, x, weight, other, eps=EPS)
+    words = r"expected a float dtype and \(128,\), with an addend"
+    refuses(ValueError, words, add_and_norm, x, weight, routed, eps=EPS, bias=weight)
     wide = jnp.zeros((4, 128), jnp.float32)
     refuses(TypeError, "or partial sums in float32", add_and_norm, x, weight, wide, eps=EPS)
     refuses(TypeError, "bfloat16, float32", add_and_norm, x, weight.astype(jnp.float32), eps=EPS)
@@ -184,6 +241,10 @@ def test_config_error():
     assert "a multiple of 512" in config_error(of_groups, AddNormConfig(1))
     of_parts = AddNormDesc(4, 128, "bfloat16", 2, EPS, "float16")
     assert "parts of float16" in config_error(of_parts, AddNormConfig(1))
+    of_experts = functools.partial(AddNormDesc, width=128, dtype="bfloat16", num_parts=0, eps=EPS, top_k=2)
+    assert config_error(of_experts(FEW_TOKENS), AddNormConfig(1)) is None
+    assert "rows of experts of T=5 tokens: up to 4" in config_error(of_experts(5), AddNormConfig(1))
+    assert "shared: int8" in config_error(of_experts(1, shared_dtype="int8"), AddNormConfig(1))
     assert "float32" in config_error(AddNormDesc(4, 128, "float32", True, EPS), AddNormConfig(1))
     assert "at least 1" in config_error(AddNormDesc(4, 128, "float16", True, EPS), AddNormConfig(0))
 
@@ -232,6 +293,20 @@ def test_gpu(rows, width, dtype):
 )
 def test_router_gpu(rows, width, experts, dtype):
     check_router("hopper", rows, width, experts, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (4, 2880), (3, 7168), (2, 200), (4, 8192)])
+def test_rows_of_experts_gpu(rows, width, dtype):
+    check_rows_of_experts("hopper", rows, width, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2048), (4, 7168)])
+def test_quantized_rows_of_experts_gpu(kind, rows, width):
+    check_quantized_rows_of_experts("hopper", kind, rows, width)
 
 
 @pytest.mark.gpu

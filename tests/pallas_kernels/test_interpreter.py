@@ -24,7 +24,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.add_and_norm import AddNormConfig, add_and_norm
-from pallas_kernels.combine import combine
+from pallas_kernels.combine import RoutedRows, combine
 from pallas_kernels.combine.config import CombineConfig, CombineDesc
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common import mosaic
@@ -128,6 +128,20 @@ def norming_and_routing(width: int, experts: int, config: AddNormConfig, parts: 
         add_and_norm(x, weight, addend, eps=1e-6, **options, implementation=name)[0 if parts else 1 :]
         for name in ("hopper", "reference")
     )
+
+
+def adding_rows_of_experts(width: int, quantization: str = "none", has_shared: bool = False) -> tuple[Any, Any]:
+    """Three tokens, of which one has one expert alone; against ``combine`` and the sum of its float32 result."""
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((3, width), width))
+    rows = jnp.asarray(rng.standard_normal((16, width)), jnp.bfloat16).at[0].set(jnp.nan)
+    shared = jnp.asarray(rng.standard_normal((3, width)), jnp.float32) if has_shared else None
+    row_of = jnp.asarray([[3, 5], [-1, 2], [7, 9]], jnp.int32)
+    routed = RoutedRows(rows, row_of, jnp.asarray(rng.random((3, 2)), jnp.float32), shared)
+    options: Any = dict(eps=1e-6, quantization=quantization, config=AddNormConfig(2))
+    found = add_and_norm(x, weight, routed, **options, implementation="hopper")
+    added = routed.whole(jnp.float32, "reference")[None]
+    return found, add_and_norm(x, weight, added, **options, implementation="reference")
 
 
 def quantizing_norms(quantization: str, width: int = 512) -> tuple[Any, Any]:
@@ -421,6 +435,9 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "add_and_norm, router": functools.partial(norming_and_routing, 256, 4, AddNormConfig(6, 2)),
     "add_and_norm, router, in turns": functools.partial(norming_and_routing, 320, 5, AddNormConfig(4, 2), 3),
     "add_and_norm, router, no sum": functools.partial(norming_and_routing, 256, 3, AddNormConfig(9, 1), 0),
+    "add_and_norm, rows of experts": functools.partial(adding_rows_of_experts, 320),
+    "add_and_norm, rows of experts, shared": functools.partial(adding_rows_of_experts, 256, has_shared=True),
+    "add_and_norm, rows of experts, e4m3_group": functools.partial(adding_rows_of_experts, 512, "e4m3_group"),
     "rotate_and_store of parts": functools.partial(rotating_and_storing, False, True),
     "rotate_and_store of parts, packed": functools.partial(rotating_and_storing, True, True),
     "rotate_and_store": functools.partial(rotating_and_storing, False),

@@ -41,7 +41,7 @@ from moe_jax.quantization import ExpertWeights, LowRank
 from moe_jax.routing import Routing, RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
-from pallas_kernels.combine import combine
+from pallas_kernels.combine import RoutedRows, combine
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
@@ -91,7 +91,8 @@ def forward_layer(
     *,
     kernels: str = "hopper",
     plan: Plan | None = None,
-) -> tuple[Array, Array, Array]:
+    is_combined: bool = True,
+) -> tuple[Array | RoutedRows, Array, Array]:
     """``Backend.run_layer`` with the implementation of every kernel given by name."""
     bias = None if params is None else params.correction_bias
     validate_routing(config, router_logits.shape[-1], has_correction_bias=bias is not None, has_hash_table=False)
@@ -111,14 +112,8 @@ def forward_layer(
     rows = Experts(config, weights, plan, routed.tiles, kernels)(
         x if routed.codes is None else routed.codes, routed.scales
     )
-    y = combine(
-        rows,
-        routed.tiles.row_of,
-        routed.weights,
-        shared=shared,
-        out_dtype=x.dtype,
-        implementation=beside_products(kernels),
-    )
+    y = RoutedRows(rows, routed.tiles.row_of, routed.weights, shared)
+    y = y.whole(x.dtype, beside_products(kernels)) if is_combined else y
     return y, routed.ids, routed.tiles.group_sizes
 
 

@@ -36,6 +36,7 @@ class Hopper(KernelBackend):
     takes_adapters = True
     joins_matrices = True
     is_all_kernels = True
+    leaves_rows = True
     row_bytes = ROW_BYTES
 
     def device(self) -> int:

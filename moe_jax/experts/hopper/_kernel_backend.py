@@ -25,6 +25,7 @@ from moe_jax.experts.hopper._plan import Plan, make_plan
 from moe_jax.experts.hopper._rows import kind_of_tokens, row_kind
 from moe_jax.quantization import ExpertWeights, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams
+from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.nvlink_dispatch import DispatchedRows
 from pallas_kernels.nvlink_dispatch.config import GROUPED_WIDTH
@@ -33,7 +34,7 @@ _16_BIT = ("bfloat16", "float16")
 
 # Jitted, so that a program has equal layers of a model once: 24 layers of Qwen3 lowered in 2 s instead of 96.
 _forward = jax.jit(forward, static_argnums=0, static_argnames=("kernels", "out_dtype"))
-_forward_layer = jax.jit(forward_layer, static_argnums=0, static_argnames="kernels")
+_forward_layer = jax.jit(forward_layer, static_argnums=0, static_argnames=("kernels", "is_combined"))
 
 
 class KernelBackend(Backend):
@@ -173,8 +174,9 @@ class KernelBackend(Backend):
         params: RoutingParams | None,
         token_mask: Array | None,
         shared: Array | None,
-    ) -> tuple[Array, Array, Array]:
-        options: Any = dict(kernels=self.name)
+        is_combined: bool = True,
+    ) -> tuple[Array | RoutedRows, Array, Array]:
+        options: Any = dict(kernels=self.name, is_combined=is_combined)
         return _forward_layer(shared_config(config), x, router_logits, weights, params, token_mask, shared, **options)
 
     # -- a share of a layer over a mesh -------------------------------------------------------------------------------

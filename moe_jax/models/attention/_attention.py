@@ -20,6 +20,7 @@ from moe_jax.models._kv_cache_dtype import CacheScale, quantized, times
 from moe_jax.models._layer_cache import SlotCache, by_rows, extended
 from moe_jax.models._layers import (
     MANY_ROWS,
+    Addend,
     LayerNorm,
     Linear,
     PartialSums,
@@ -121,7 +122,7 @@ class Projected:
 def projected_with_norm(
     norm: RMSNorm | LayerNorm,
     x: Float[Array, "B S H"],
-    addend: Array | PartialSums | None,
+    addend: Addend,
     modules: tuple[Linear, ...],
     sms: int | None,
 ) -> tuple[Array, Projected] | None:
@@ -274,7 +275,7 @@ class Attention(Partitioned):
         return None if self.partition is not None else _fused.num_sms(self.implementation)
 
     def added_and_projected(
-        self, norm: RMSNorm | LayerNorm, x: Float[Array, "B S H"], addend: Array | PartialSums | None
+        self, norm: RMSNorm | LayerNorm, x: Float[Array, "B S H"], addend: Addend
     ) -> tuple[Array, Projected] | None:
         """(x + addend, what the attention of its norm begins with) where a kernel makes both, else None."""
         return projected_with_norm(norm, x, addend, (self.q_proj, self.k_proj, self.v_proj), self.num_sms())

@@ -26,7 +26,7 @@ from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layer_cache import PAGE_SLOTS, SlotCache, by_rows, extended
-from moe_jax.models._layers import LayerNorm, Linear, PartialSums, RMSNorm, precision_of
+from moe_jax.models._layers import Addend, LayerNorm, Linear, RMSNorm, precision_of
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import (
     AttentionInputs,
@@ -129,7 +129,7 @@ class LatentAttention(Partitioned):
         return queries, self.kv_a_proj_with_mqa
 
     def added_and_projected(
-        self, norm: RMSNorm | LayerNorm, x: Float[Array, "B S H"], addend: Array | PartialSums | None
+        self, norm: RMSNorm | LayerNorm, x: Float[Array, "B S H"], addend: Addend
     ) -> tuple[Array, Projected] | None:
         """As of ``Attention``. An indexer reads the norm itself."""
         if self.indexer is not None:

@@ -91,6 +91,48 @@ def test_whole_layer_on_kernel_references(router):
     np.testing.assert_array_equal(actual[~mask], shared.astype(x.dtype)[~mask])
 
 
+def test_rows_left_to_others():
+    """Their sum has the bits of the layer; shared experts of the layer itself are in it."""
+    layer, (x, z) = make_layer("fp8_channel"), inputs(3)
+    shared = jax.random.normal(jax.random.key(5), x.shape, jnp.float32)
+    run = functools.partial(hopper_experts.forward_layer, layer.config, x, z, layer.weights.get_value(), None, None)
+    for own in (None, shared):
+        y, *others = run(own, kernels="reference")
+        rows, *same = run(own, kernels="reference", is_combined=False)
+        assert rows.shape == x.shape and len(rows.rows) > 3
+        np.testing.assert_array_equal(rows.whole(x.dtype, "reference"), y)
+        for one, other in zip(same, others, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_who_leaves_rows_to_others():
+    """The Hopper kernels, where nothing but the sum follows them."""
+    x, z = inputs(3)
+
+    def made(**options):
+        return make_layer("fp8_channel", **(dict(implementation="hopper") | options))
+
+    def left(layer, x=x):
+        with on_hopper():
+            found = jax.eval_shape(layer.routed_rows, x, z)
+        return None if found is None else found[0]
+
+    plain = made()
+    assert left(plain).shape == x.shape and left(plain).shared is None
+    assert left(made(shared_experts=lambda t: t)).shared.shape == x.shape
+    assert left(plain, x.astype(jnp.float32)) is None and plain.routed_rows(x, z) is None  # not on a CPU
+    for options in (
+        *(dict(implementation=name) for name in ("portable", "xla")),
+        dict(routed_input_transform=lambda t: t),
+        dict(routed_output_transform=lambda t: t),
+        dict(custom_routing_function="llama4", top_k=1),
+        dict(zero_expert_type="identity", e_score_correction_bias=jnp.zeros(E + 2)),
+    ):
+        assert left(made(**options)) is None, options
+    plain.lora = object()
+    assert left(plain) is None
+
+
 @pytest.mark.parametrize(
     "options, has_mask, reason",
     [

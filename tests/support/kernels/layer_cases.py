@@ -46,6 +46,18 @@ def add_and_norm_cases() -> Iterator[Case]:
             shapes += (((experts, width), desc.dtype), *[((experts,), desc.dtype)] * has_bias)
             name = f"add_and_norm {width}, {tokens} rows, {parts} parts, router of {experts}"
             yield Case(name, add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
+        for tokens, quantization, top_k, shared in (
+            *((1, "none", 8, None), (4, "e4m3_row", 10, "float32"), (2, "e4m3_group", 8, None)),
+            (1, "int8_row", 4, "bfloat16"),
+        ):
+            desc = AddNormDesc(tokens, width, "bfloat16", 0, 1e-6, "bfloat16", quantization)
+            desc = dataclasses.replace(desc, top_k=top_k, shared_dtype=shared)
+            slots = (tokens, top_k)
+            shapes = (((tokens, width), desc.dtype), ((width,), desc.dtype), ((top_k * 16, width), desc.dtype))
+            shapes += ((slots, "int32"), (slots, "float32"), *[((tokens, width), str(shared))] * bool(shared))
+            if config_error(desc, choose_norm(desc, SMS)) is None:
+                name = f"add_and_norm {width}, {tokens} rows of {top_k} experts, {quantization}"
+                yield Case(name, add_and_norm_sm90(desc, choose_norm(desc, SMS)), shapes)
 
 
 def rotate_and_store_cases() -> Iterator[Case]:
