@@ -10,13 +10,13 @@ Random weights at the true sizes of a layer, as many layers as ``--layers`` says
 weights are quantized like the experts where files of the format have them so (``--dense bf16``: nowhere). decode: B
 rows, one new token each, a cache that holds ``--context`` tokens a row. prefill: one row, an empty cache, logits of the
 last token. As in ``generate``, calls follow each other in a loop inside one program, each fed by the one before; the
-time of 2 turns is taken off that of many, which leaves the device's time per call. Prefills are also timed as
-vllm_engine.py times those of vLLM: one call after a rest, in which the GPU's clock is not held down by its power limit.
-"outside" is the time of the same
-model with its experts replaced by nothing: attention, norms, embedding, head, and what XLA saves when the experts are
-gone. "launches" are the kernels of a layer outside its experts, counted in programs with two layers of experts at
-least. ``--profile`` names the kernels of a call, launched one by one, with their time. ``--routing`` times nothing: it
-says how many experts of each layer a call's rows go to, and how many rows the busiest one gets; on a CPU, too.
+time of 2 turns is taken off that of many, which leaves the device's time per call. Prefills are also timed after a
+rest, as vllm_engine.py times those of vLLM: for 20 ms, or one call, in which the GPU's clock is not held down by its
+power limit. "outside" is the time of the same model with its experts replaced by nothing: attention, norms, embedding,
+head, and what XLA saves when the experts are gone. "launches" are the kernels of a layer outside its experts, counted
+in programs with two layers of experts at least. ``--profile`` names the kernels of a call, launched one by one, with
+their time. ``--routing`` times nothing: it says how many experts of each layer a call's rows go to, and how many rows
+the busiest one gets; on a CPU, too.
 
 Each case is a process of its own; its programs are compiled side by side. Cells that would end after ``--seconds`` are
 left out, and named; so are cells that fail, with the reason.
@@ -60,7 +60,7 @@ CASES += ",mixtral-8x7b:w4a16_g128,gpt-oss-20b:mxfp4_a16,gpt-oss-120b:mxfp4_a16,
 _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=2, vocab_size=512)
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_local_experts=8, num_experts_per_tok=2)
 _FEW, _SAMPLES, _SAMPLE_S, _TRACED = 2, 5, 0.05, 3
-_RESTS, _REST_S = 7, 0.1
+_RESTS, _REST_S, _RESTED_S = 7, 0.1, 0.02
 _DRAWN = 4  # layers
 _TILED = 8  # slots of a cache, as ``generate`` makes it, are a multiple
 
@@ -177,7 +177,7 @@ class Program:
 
     def micros(self) -> tuple[float, float]:
         """Device time of one call: of many without a pause, the median of the samples with at least 10 calls in each;
-        and of one after a rest, the median of several."""
+        and of few after a rest."""
         arguments = self._arguments()
 
         def seconds(count: int, rest: float = 0.0) -> float:
@@ -190,8 +190,11 @@ class Program:
         seconds(_FEW)
         many = int(np.clip(_SAMPLE_S / max(seconds(_FEW) / _FEW, 1e-6), 10, 200))
         differences = [seconds(_FEW + many) - seconds(_FEW) for _ in range(_SAMPLES)]
-        rested = [seconds(1, _REST_S) - seconds(0, _REST_S) for _ in range(_RESTS)]
-        return float(np.median(differences)) / many * 1e6, float(np.median(rested)) * 1e6
+        micros = float(np.median(differences)) / many * 1e6
+        # As many as end before the power limit is felt: the first of them waits for its launch, too.
+        few = max(1, round(_RESTED_S * 1e6 / micros))
+        none, some = (np.median([seconds(count, _REST_S) for _ in range(_RESTS)]) for count in (0, few))
+        return micros, float(some - none) / few * 1e6
 
     def profile(self) -> list[tuple[str, float, float]]:
         """(kernel, microseconds, launches) of a call."""
