@@ -15,6 +15,7 @@ order.
 """
 
 import argparse
+import hashlib
 import json
 import tempfile
 import time
@@ -47,7 +48,7 @@ QWEN3_30B_A3B = _demo.CONFIG | dict(
     max_position_embeddings=40960,
 )
 SIZES = {"tiny": _demo.CONFIG, "qwen3-30b-a3b": QWEN3_30B_A3B}
-FREE = ("out", "steps", "save_every")  # options that may change where a run goes on
+FREE = ("out", "steps", "save_every", "text")  # options that may change where a run goes on
 
 
 def keep_programs(out):
@@ -263,9 +264,11 @@ def read_documents(options):
     return documents
 
 
-def check_settings(out, options):
-    """Options that decide what a step computes lie in settings.json: a run goes on with those that it began with."""
+def check_settings(out, options, documents):
+    """Options that decide what a step computes, and a hash of the documents, lie in settings.json: a run goes on with
+    those that it began with."""
     settings = {name: value for name, value in vars(options).items() if name not in FREE}
+    settings["documents"] = hashlib.sha256("\n".join(documents).encode()).hexdigest()[:16]
     path = out / "settings.json"
     if path.exists() and (out / "losses.json").exists():
         try:
@@ -292,7 +295,7 @@ def main(argv=None):
     mesh = parse_mesh(options.mesh) if options.mesh else None
     out = Path(options.out).absolute()
     documents = read_documents(options)
-    check_settings(out, options)
+    check_settings(out, options, documents)
     model, encode = load(options, mesh)
     ids, segments = pack([tokens for tokens in map(encode, documents) if tokens], options.length)
     if not has_target(segments).any():

@@ -184,8 +184,8 @@ class TestFinetune:
         """More steps are no other options, unless the schedule's length follows them."""
         module = example("finetune_lora")
 
-        def check(*args):
-            module.check_settings(tmp_path, module.parse(["--out", str(tmp_path), *args]))
+        def check(*args, documents=("one", "two")):
+            module.check_settings(tmp_path, module.parse(["--out", str(tmp_path), *args]), documents)
 
         check("--steps", "6")
         check("--steps", "12")  # nothing has been saved yet
@@ -199,7 +199,9 @@ class TestFinetune:
         ):
             with pytest.raises(SystemExit, match=text):
                 check(*other)
-        check("--steps", "12")  # what was refused has changed nothing
+        with pytest.raises(SystemExit, match="with documents=[0-9a-f]{16}, not [0-9a-f]{16}: .*another --out"):
+            check("--steps", "12", documents=("one", "other"))
+        check("--steps", "12", "--text", "moved")  # what was refused has changed nothing; the text is the same
 
     def test_what_cannot_be_trained_on_is_one_line(self, tmp_path, capsys):
         module = example("finetune_lora")
