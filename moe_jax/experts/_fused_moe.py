@@ -178,12 +178,18 @@ def routed_rows(
     weights: ExpertWeights,
     config: MoEConfig,
     routing: RoutingParams | None,
+    token_mask: Bool[Array, "T"] | None,
     shared_output: Float[Array, "T H"] | None,
 ) -> tuple[RoutedRows, MoEStats] | None:
     """``fused_moe`` before the sum over experts, for a caller who adds it to more in one launch; None where no backend
-    leaves that to others."""
-    problem, in_steps = _problem(x, weights, config), functools.partial(_in_steps, config)
-    arguments = (x, router_logits, problem.weights, routing, None, shared_output)
+    leaves that to others. Masked tokens of x may be anything."""
+    problem = _problem(x, weights, config)
+
+    def in_steps(x, logits, weights, routing, token_mask, shared):
+        tokens = x if token_mask is None else jnp.where(token_mask[:, None], x, jnp.zeros_like(x))
+        return _in_steps(config, tokens, logits, weights, routing, token_mask, shared)
+
+    arguments = (x, router_logits, problem.weights, routing, token_mask, shared_output)
     found = run_layer_first(problem, arguments, in_steps, is_combined=False)
     return None if found is None else (found[0], MoEStats(found[2], found[1], router_logits))
 

@@ -18,7 +18,7 @@ from moe_jax.loading import LoadReport
 from moe_jax.models._cache import KVCache, are_pages_missing, key_positions, slot_order, slots_of, starts_of_runs
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._config import DecoderConfig
-from moe_jax.models._fused import added, added_and_normed, added_normed_and_routed
+from moe_jax.models._fused import added, added_and_normed, added_normed_and_routed, seen_by_router
 from moe_jax.models._inputs import check_cache, check_ids, check_page_table, check_positions
 from moe_jax.models._layer_cache import PAGE_SLOTS
 from moe_jax.models._layers import NORMS, Addend, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
@@ -78,10 +78,11 @@ class DecoderLayer(nnx.Module):
         x, normal = self._into_attention(x, addend)
         y, kept, selected = self.self_attn(normal, inputs, cached)
         x, normal, logits = self._into_mlp(x, self._given(self.attention_norm, y), token_mask)
-        if (rows := self._rows_of_experts(normal, logits)) is not None:
+        if (rows := self._rows_of_experts(normal, logits, token_mask)) is not None:
             y, stats = rows
         elif isinstance(self.mlp, MoEBlock):
-            of_router = {} if logits is None else dict(router_logits=logits)
+            seen = None if logits is None else seen_by_router(self.mlp.router, logits, token_mask)
+            of_router = {} if seen is None else dict(router_logits=seen)
             y, stats = self.mlp(normal, token_mask=token_mask, **of_router, return_stats=True)
         else:
             y, stats = self.mlp(normal), None
@@ -95,22 +96,27 @@ class DecoderLayer(nnx.Module):
         return self._next(x, addend, self.attention_norm) if found is None else found
 
     def _into_mlp(self, x: Array, addend: Addend, token_mask: Array | None) -> tuple[Array, Array, Array | None]:
-        """(the sum, what the feed-forward layer takes of it, router logits of that where the same launch makes them).
-
-        A router sees zeros in place of masked tokens, the norm's launch does not."""
+        """(the sum, what the feed-forward layer takes of it, router logits where the same launch makes them)."""
         found = None
-        if type(self.mlp) is MoEBlock and token_mask is None and not self.is_post_norm:
+        if type(self.mlp) is MoEBlock and not self.is_post_norm:
             sms = self.self_attn.num_sms()
-            found = added_normed_and_routed(self.mlp_norm, x, addend, self.mlp.router, sms)
+            found = added_normed_and_routed(self.mlp_norm, x, addend, self.mlp.router, token_mask, sms)
         return (*self._next(x, addend, self.mlp_norm), None) if found is None else found
 
-    def _rows_of_experts(self, normal: Array, logits: Array | None) -> tuple[RoutedRows, MoEStats] | None:
+    def _rows_of_experts(
+        self, normal: Array, logits: Array | None, token_mask: Array | None
+    ) -> tuple[RoutedRows, MoEStats] | None:
         """What the experts of few tokens add, not added up; None where more follows, or no backend leaves it so."""
         if logits is None or self.residual_multiplier != 1:
             return None
         assert isinstance(self.mlp, MoEBlock), "whose router made logits"
         is_plain = type(self.mlp.experts) is FusedMoE and self.mlp.shared_experts is None
-        return self.mlp.experts.routed_rows(normal, logits) if is_plain else None
+        found = self.mlp.experts.routed_rows(normal, logits, token_mask) if is_plain else None
+        if found is None:
+            return None
+        rows, stats = found
+        seen = seen_by_router(self.mlp.router, logits, token_mask)
+        return rows, dataclasses.replace(stats, router_logits=seen.reshape(-1, seen.shape[-1]))
 
     def _next(self, x: Array, addend: Addend, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from moe_jax._typing import Array, DTypeLike, Float
+from moe_jax._typing import Array, Bool, DTypeLike, Float
 from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
-from moe_jax.models._layers import Addend, LayerNorm, Linear, PartialSums, RMSNorm, biases_of
+from moe_jax.models._layers import Addend, LayerNorm, Linear, PartialSums, RMSNorm, biases_of, project
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
 from moe_jax.quantization import QuantizedMatrix
@@ -51,9 +51,10 @@ def added_normed_and_routed(
     x: Float[Array, "... H"],
     addend: Addend,
     router: Any,
+    token_mask: Bool[Array, "..."] | None,
     sms: int | None,
 ) -> tuple[Array, Array, Array] | None:
-    """(x + addend, its norm, ``router`` of that): float32 logits (..., E) of few tokens.
+    """(x + addend, its norm, ``router`` of that): float32 logits (..., E) of few tokens, those of masked ones anything.
 
     None where the router is more than a product with a plain weight and its bias, or no kernel makes all three.
     """
@@ -66,9 +67,32 @@ def added_normed_and_routed(
     of_router = dict(num_experts=weight.shape[0], has_router_bias=router_bias is not None)
     if not _takes_norm(norm, x, parts, bias, sms, **of_router):
         return None
-    run, judge = (functools.partial(_added_and_normed, norm.eps, name, "none", 0) for name in ("hopper", "reference"))
-    found: Any = with_gradient_of(run, judge, x, norm.weight[...], parts, bias, weight, router_bias)
+
+    def run(token_mask, *arguments):
+        del token_mask
+        return _added_and_normed(norm.eps, "hopper", "none", 0, *arguments)
+
+    def judge(token_mask, *arguments):
+        """Masked tokens are zeros to the router: a NaN there would reach its gradient as 0 * NaN."""
+        *rest, weight, router_bias = arguments
+        total, normal = _added_and_normed(norm.eps, "reference", "none", 0, *rest)
+        seen = normal if token_mask is None else jnp.where(token_mask[..., None], normal, jnp.zeros_like(normal))
+        logits = project(seen, weight)
+        return total, normal, logits if router_bias is None else logits + router_bias.astype(jnp.float32)
+
+    arguments: Any = x, norm.weight[...], parts, bias, weight, router_bias
+    found: Any = with_gradient_of(run, judge, token_mask, *arguments)
     return found
+
+
+def seen_by_router(
+    router: Any, logits: Float[Array, "... E"], token_mask: Bool[Array, "..."] | None
+) -> Float[Array, "... E"]:
+    """Logits of ``added_normed_and_routed`` as ``router`` gives them, which sees zeros in place of masked tokens."""
+    if token_mask is None:
+        return logits
+    of_zeros = jnp.float32(0) if router.bias is None else router.bias[...].astype(jnp.float32)
+    return jnp.where(token_mask[..., None], logits, of_zeros)
 
 
 def added_and_projected(

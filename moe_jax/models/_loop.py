@@ -182,8 +182,7 @@ def admit_pack(structure, leaves, row, state, pack, sampler):
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def proceed(structure, leaves, state, idle, waits, limit, wanted, sampler):
-    """One token per turn of a while loop, until ``limit`` turns are made or ``wanted`` rows, at most all, are done or
-    wait.
+    """One token per turn of a while loop, until ``limit`` turns are made or ``wanted`` rows are done or wait.
 
     idle: (B,) bool, rows that are done whatever they have made. waits: (B,) bool, rows that stay as they are.
     """
@@ -191,8 +190,8 @@ def proceed(structure, leaves, state, idle, waits, limit, wanted, sampler):
     sampler, idle, waits, state = on_mesh((sampler, idle, waits, state), model.parallel)
 
     def turn(state):
-        # Rows that have ended are masked: they reach no expert and cost nothing there. With a row alone the loop ends.
-        ids, mask = state.token[:, None], None if len(state.token) == 1 else ~state.is_done[:, None]
+        # Rows that have ended are masked: they reach no expert and cost nothing there.
+        ids, mask = state.token[:, None], ~state.is_done[:, None]
         hidden, cache, load = _with_load(model, ids, mask, state.cache, state.load)
         return _chosen(dataclasses.replace(state, cache=cache, load=load), model.next_logits(hidden[:, 0]), sampler)
 

@@ -365,19 +365,24 @@ class FusedMoE(Versioned):
         y = ready_to_split(y, y.ndim - 2, lead).reshape(*y.shape[:-2], *lead, y.shape[-1])
         return (y, stats) if return_stats else y
 
-    def routed_rows(self, x: Array, router_logits: Array) -> tuple[RoutedRows, MoEStats] | None:
+    def routed_rows(
+        self, x: Array, router_logits: Array, token_mask: Array | None = None
+    ) -> tuple[RoutedRows, MoEStats] | None:
         """What a call adds up for each token, for a caller who adds it to more in one launch, and ``MoEStats``.
 
-        x: (..., H) in ``dtype``. router_logits: (..., E). None where more than that sum follows, or the backend keeps
-        it to itself.
+        x: (..., H) in ``dtype``. router_logits: (..., E). token_mask: (...,) bool or None; masked tokens have no rows.
+        None where more than that sum follows, or the backend keeps it to itself.
         """
         transforms = (self.routed_input_transform, self.routed_output_transform)
         is_plain = self.parallel is None and self.lora is None and transforms == (None, None)
         if not is_plain or x.dtype != self.config.dtype:
             return None
+        if token_mask is not None and self.shared_experts is not None:  # whose output of masked tokens is zeroed
+            return None
         tokens = x.reshape(-1, x.shape[-1])
         logits = router_logits.reshape(-1, router_logits.shape[-1])
-        arguments = (self.weights.get_value(), self.config, self._routing_params(), self._shared(tokens))
+        mask = None if token_mask is None else token_mask.reshape(-1)
+        arguments = (self.weights.get_value(), self.config, self._routing_params(), mask, self._shared(tokens))
         return routed_rows(tokens, logits, *arguments)
 
     def _shared(self, tokens: ArrayArg) -> Array | None:

@@ -109,17 +109,21 @@ def test_who_leaves_rows_to_others():
     """The Hopper kernels, where nothing but the sum follows them."""
     x, z = inputs(3)
 
-    def made(**options):
-        return make_layer("fp8_channel", **(dict(implementation="hopper") | options))
+    def made(scheme="fp8_channel", **options):
+        return make_layer(scheme, **(dict(implementation="hopper") | options))
 
-    def left(layer, x=x):
+    def left(layer, x=x, mask=None):
         with on_hopper():
-            found = jax.eval_shape(layer.routed_rows, x, z)
+            found = jax.eval_shape(layer.routed_rows, x, z, mask)
         return None if found is None else found[0]
 
     plain = made()
     assert left(plain).shape == x.shape and left(plain).shared is None
     assert left(made(shared_experts=lambda t: t)).shared.shape == x.shape
+    mask = jnp.array([True, False, True])
+    assert left(plain, mask=mask).shape == x.shape
+    assert left(made(shared_experts=lambda t: t), mask=mask) is None  # whose output of masked tokens is zeroed
+    assert left(made("fp8_tensor"), mask=mask) is None  # whose one scale masked tokens must not raise
     assert left(plain, x.astype(jnp.float32)) is None and plain.routed_rows(x, z) is None  # not on a CPU
     for options in (
         *(dict(implementation=name) for name in ("portable", "xla")),
