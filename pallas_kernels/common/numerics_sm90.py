@@ -20,7 +20,7 @@ from pallas_kernels.common.types import Layout, Value
 def e4m3_of_row(x: Value, amax: Value) -> tuple[Value, Value]:
     """``quantize_e4m3_row``: (codes, scale) of float32 values; amax: () float32, of their whole row."""
     scale = e4m3_row_scale(amax)
-    return _e4m3_codes(x, *_divisor(scale)), scale
+    return e4m3_codes(x, *divisor(scale)), scale
 
 
 def e4m3_of_rows(x: Value, amax: Value) -> tuple[Value, Value]:
@@ -37,15 +37,15 @@ def e4m3_in_groups(x: Value, amax: Value, is_power_of_two: bool) -> tuple[Value,
 
 
 def _e4m3_codes_by_group(x: Value, scale: Value) -> tuple[Value, Value]:
-    return _e4m3_codes(x, *(lax.broadcast_in_dim(one, x.shape, [0]) for one in _divisor(scale))), scale
+    return e4m3_codes(x, *(lax.broadcast_in_dim(one, x.shape, [0]) for one in divisor(scale))), scale
 
 
-def _divisor(scale: Value) -> tuple[Value, Value]:
+def divisor(scale: Value) -> tuple[Value, Value]:
     """(1 / scale, scale); an infinite scale becomes 0, so that its finite values get code 0 and the others NaN."""
     return 1.0 / scale, jnp.where(scale < jnp.inf, scale, 0.0)
 
 
-def _e4m3_codes(x: Value, inverse: Value, scale: Value) -> Value:
+def e4m3_codes(x: Value, inverse: Value, scale: Value) -> Value:
     """x / scale in e4m3.
 
     The product with the inverse is corrected once by its remainder (Markstein). The remainder is exact where the
@@ -63,7 +63,7 @@ def _quotient(x: Value, inverse: Value, scale: Value) -> Value:
 
 def divided(x: Value, scale: Value) -> Value:
     """The float32 x / scale that is rounded to e4m3 codes; both of one shape."""
-    return _quotient(x, *_divisor(scale))
+    return _quotient(x, *divisor(scale))
 
 
 # int8: single instructions, where numerics.py takes a dozen operations.

@@ -178,6 +178,11 @@ def _warp_reduce(value: Value, op: str) -> Value:
     return reduce(value)
 
 
+def warp_add(value: Value) -> Value:
+    """Sum of the 32 values of each warp, in all its threads."""
+    return _warp_reduce(value, "add")
+
+
 def warp_sum(value: Value) -> Value:
     """Sum of the 32 float32 values of each warp, in all its threads, always in the same order."""
 
@@ -195,6 +200,13 @@ def of_lane(value: Value, distance: int) -> Value:
 def e4m3_bits(value: Value) -> Value:
     """The byte of each float32 value in e4m3; saturates."""
     text = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, $1; cvt.u32.u16 $0, h; }"
+    return _by_thread(lax.bitcast_convert_type(value, jnp.int32), text, "=r,f")
+
+
+def half_bits(value: Value, dtype: Dtype) -> Value:
+    """The two bytes of each float32 value in bfloat16 or float16."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
+    text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; cvt.u32.u16 $0, h; }}"
     return _by_thread(lax.bitcast_convert_type(value, jnp.int32), text, "=r,f")
 
 

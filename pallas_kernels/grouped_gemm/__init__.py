@@ -5,10 +5,12 @@ from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import candidates, choose_block_m, choose_config, describe
 from pallas_kernels.grouped_gemm.problem import GemmDesc
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
+from pallas_kernels.grouped_gemm.vector import VectorConfig
 
 __all__ = [
     "GemmConfig",
     "GemmDesc",
+    "VectorConfig",
     "candidates",
     "choose_block_m",
     "choose_config",

@@ -17,8 +17,16 @@ from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
+from pallas_kernels.grouped_gemm.vector import VectorConfig
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 Operands = dict[str, Any]  # arrays by name, None for those that a call has not
+_QUANTIZED = {  # how x may be quantized first: the dtype that it gets, and what has a scale
+    "e4m3_row": ("float8_e4m3fn", "row"),
+    "int8_row": ("int8", "row"),
+    "e4m3_group": ("float8_e4m3fn", "group"),
+    "e4m3_group_ue8m0": ("float8_e4m3fn", "group"),
+}
 
 
 def grouped_gemm(
@@ -38,6 +46,7 @@ def grouped_gemm(
     block_m: int | None = None,
     transposes_w: bool = False,
     keeps_before: bool = False,
+    quantization: str = "none",
     config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
@@ -70,7 +79,11 @@ def grouped_gemm(
             as they lie: that product's N is K here. bfloat16 and float16, without scales.
         keeps_before: what the activation is given, (Mp, G * N) of ``out_dtype``, projections one after the other, is
             returned as well: (result, what it was made of). Not with requantize.
-        config: GemmConfig of the hopper implementation, MmaConfig of the portable one; chosen when None.
+        quantization: "none", or how x, then (Mp, K) bfloat16, float16 or float32, is quantized first, in place of
+            x_scale: "e4m3_row", "int8_row", "e4m3_group" or "e4m3_group_ue8m0", as by ``quantize_and_permute``. The
+            Hopper kernel of tiles of one row does that.
+        config: GemmConfig of the hopper implementation, or VectorConfig for tiles of one row, MmaConfig of the portable
+            one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows past tile_rows,
@@ -83,7 +96,7 @@ def grouped_gemm(
         x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, out_scale=out_scale, tile_rows=tile_rows
     )
     each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
-    options: Any = (activation, out_dtype, requantize, block_m, transposes_w)
+    options: Any = (activation, out_dtype, requantize, block_m, transposes_w, quantization)
     desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
     desc = dataclasses.replace(desc, keeps_before=keeps_before)
     for own in each:
@@ -189,7 +202,10 @@ def _run_hopper(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -
     flat = flattened(operands)
     # here: importing it loads Pallas
     from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
+    from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 
+    if isinstance(config, VectorConfig):
+        return grouped_gemv_sm90(desc, config)(flat)
     return grouped_gemm_sm90(desc, config)(flat)
 
 
@@ -197,6 +213,10 @@ def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: Operands
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
     given.pop("tile_rows")
+    if desc.quantization != "none":
+        given["x"], given["x_scale"] = quantize_and_permute(
+            given["x"], quantization=desc.quantization, implementation="reference"
+        )
     if desc.transposes_w:
         given["w"] = jnp.swapaxes(given["w"], -1, -2)
     return in_turn(desc, given, ("w", "w_scale", "bias"), grouped_gemm_ref)
@@ -221,6 +241,8 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
         raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
     if desc.keeps_before:
         raise NotImplementedError("keeps_before: the Hopper kernels have it")
+    if desc.quantization != "none":
+        raise NotImplementedError(f"quantization {desc.quantization!r} of x: the Hopper kernel of single rows has it")
     block_m = check_block_m(config, operands, desc.rows)
     desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
     return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))
@@ -236,6 +258,7 @@ def describe_gemm(
     requantize: str,
     block_m: int | None,
     transposes_w: bool,
+    quantization: str = "none",
 ) -> GemmDesc:
     """The description of a call; its shapes and dtypes are checked here once."""
     x, w, tile_expert, num_tiles = (operands[name] for name in ("x", "w", "tile_expert", "num_tiles"))
@@ -255,7 +278,8 @@ def describe_gemm(
         raise ValueError(f"x has K={k} and w has K={depth}; w is stored {stored}")
     if transposes_w and w.ndim == 4:
         raise ValueError(f"w has shape {w.shape}; with transposes_w it is (E, K, N)")
-    if x.dtype != w.dtype:
+    quantized_scale = _scale_of_rows(x, w, operands["x_scale"], quantization)
+    if not quantized_scale and x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; both operands have one dtype")
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
     if tile_rows is not None and tile_rows.shape != tile_expert.shape:
@@ -283,10 +307,10 @@ def describe_gemm(
         n=n,
         k=k,
         num_experts=lead[0],
-        dtype=jnp.dtype(x.dtype).name,
+        dtype=jnp.dtype(w.dtype).name,
         out_dtype=jnp.dtype(out_dtype).name,
         projections=projections,
-        lhs_scale=lhs_scale,
+        lhs_scale=quantized_scale or lhs_scale,
         rhs_scale=rhs_scale,
         bias_dtype=None if bias is None else jnp.dtype(bias.dtype).name,
         activation=activation,
@@ -295,7 +319,24 @@ def describe_gemm(
         has_power_of_two_scales=requantize == "group_ue8m0",
         unpermuted_rows=unpermuted_rows,
         transposes_w=transposes_w,
+        quantization=quantization,
     )
+
+
+def _scale_of_rows(x: jax.Array, w: jax.Array, x_scale: jax.Array | None, quantization: str) -> Any:
+    """The kind of scale that rows get which are quantized first; "" for others."""
+    if quantization == "none":
+        return ""
+    if quantization not in _QUANTIZED:
+        raise ValueError(f"quantization={quantization!r} is not one of 'none', {', '.join(map(repr, _QUANTIZED))}")
+    dtype, scale = _QUANTIZED[quantization]
+    if jnp.dtype(x.dtype).name not in ("bfloat16", "float16", "float32") or w.dtype != dtype:
+        raise TypeError(
+            f"x is {x.dtype}, w {w.dtype}; with quantization={quantization!r} x has 16 or 32 bits and w is {dtype}"
+        )
+    if x_scale is not None:
+        raise ValueError("x_scale goes without a quantization of x, which makes the scales")
+    return scale
 
 
 def _kind(name: str, value: Any, shapes: dict[tuple[int, ...], str]) -> Any:

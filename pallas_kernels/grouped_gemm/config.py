@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, TRANSPOSED_UNIT, GemmDesc, GroupedGemm
+from pallas_kernels.grouped_gemm.vector import VectorConfig, vector_error
 
 BLOCK_MS = (64, 128)  # Rows of a tile of the plain main loop: one or two warpgroups of 64.
 SWAP_AB_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
@@ -207,10 +208,14 @@ def ring_error(num_stages: int, needed: int) -> str | None:
     return None
 
 
-def config_error(desc: GemmDesc, config: GemmConfig) -> str | None:
+def config_error(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str | None:
     """Why ``config`` cannot run ``desc``, or None when it can."""
+    if isinstance(config, VectorConfig):
+        return vector_error(desc, config)
     if reason := desc.unsupported():
         return reason
+    if desc.quantization != "none":
+        return f"quantization {desc.quantization!r} of x: tiles of one row alone quantize it"
     if config.swap_ab:
         if reason := _swap_ab_error(desc, config):
             return reason

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm.config import (
@@ -16,6 +16,7 @@ from pallas_kernels.grouped_gemm.config import (
     shared_memory,
 )
 from pallas_kernels.grouped_gemm.problem import GemmDesc, GroupedGemm
+from pallas_kernels.grouped_gemm.vector import VectorConfig, describe_vector, vector_candidates, vector_error
 
 MAX_STAGES = 8
 MAX_SWAP_AB_STAGES = 12  # Slots are smaller: more of them keep as many bytes on their way.
@@ -143,8 +144,10 @@ def refusal(desc: GemmDesc, config: GemmConfig) -> str | None:
     return None
 
 
-def candidates(desc: GemmDesc, block_m: int, num_sms: int) -> list[GemmConfig]:
+def candidates(desc: GemmDesc, block_m: int, num_sms: int) -> list[Any]:
     """Configurations that can run ``desc`` in tiles of ``block_m`` rows and are worth timing, preferred ones first."""
+    if block_m == VectorConfig.block_m:
+        return vector_candidates(desc, num_sms)
     return [c for c in space(desc, block_m, num_sms) if refusal(desc, c) is None]
 
 
@@ -161,12 +164,16 @@ def in_clusters(desc: GemmDesc, found: Iterable[GemmConfig]) -> list[GemmConfig]
     return [pair for pair in pairs if config_error(desc, pair) is None]
 
 
-def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig:
+def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig | VectorConfig:
     """The candidate that needs the fewest columns one after another: rounds of the machine times columns a tile.
 
     Of near equals the first. Raises NotImplementedError with the reason where there is no candidate.
     """
     found = candidates(desc, block_m, num_sms)
+    if block_m == VectorConfig.block_m:
+        if not found:
+            raise NotImplementedError(vector_error(desc, VectorConfig(1)))
+        return found[0]
     if not found:
         smallest = GemmConfig(block_m, 64, 2, num_sms=num_sms, swap_ab=block_m < 64)
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
@@ -223,8 +230,10 @@ def _expected(desc: GroupedGemm, block_m: int) -> tuple[float, float]:
     return pairs, hit * max(1, math.ceil(pairs / hit / block_m - 0.05))
 
 
-def describe(desc: GemmDesc, config: GemmConfig) -> str:
+def describe(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str:
     """One line for ``explain``."""
+    if isinstance(config, VectorConfig):
+        return describe_vector(desc, config)
     swapped = " with swap_ab" if config.swap_ab else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
     pairs = f" in pairs that share {'weights' if config.shares_weights else 'rows'}" if config.cluster > 1 else ""

@@ -87,6 +87,8 @@ class GemmDesc(GroupedGemm):
         keeps_before: what the activation is given is an output as well.
         pulls: the activation of the product before, whose derivative follows (``grouped_gemm_pull``); else None.
         has_weighted: that activation's values, times the weights of their rows, are an output as well.
+        quantization: how x is quantized first, a kind of ``quantize_and_permute`` with a scale for each row or each 128
+            columns of it; "none" where x comes as it is multiplied.
     """
 
     dtype: str
@@ -99,6 +101,7 @@ class GemmDesc(GroupedGemm):
     keeps_before: bool = False
     pulls: Activation | None = None
     has_weighted: bool = False
+    quantization: str = "none"
 
     @property
     def pulled_projections(self) -> int:
@@ -135,14 +138,15 @@ class GemmDesc(GroupedGemm):
     def operand_names(self) -> list[str]:
         """Names of the arrays the kernel takes, in order.
 
-        x (rows or unpermuted_rows, K); w (E * G, N, K), transposed (E, K, N); tile_expert (rows / block_m,) i32;
-        num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows), with block_m for rows where they are
-        unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128), ceil(K / 128)); bias (E * G, N);
-        out_scale (1,) f32; tile_rows (rows / block_m,) i32; before (rows, G * N) of the activation that is pulled;
-        row_weights (rows,) f32. Of weights that lie apart each has a w, w_scale and bias.
+        x (rows or unpermuted_rows, K), of 16 or 32 bits where it is quantized first; w (E * G, N, K), transposed (E, K,
+        N); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows),
+        with block_m for rows where they are unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128),
+        ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows (rows / block_m,) i32; before (rows, G * N) of
+        the activation that is pulled; row_weights (rows,) f32. Of weights that lie apart each has a w, w_scale and
+        bias.
         """
         names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
-        names += ["x_scale"] if self.lhs_scale != "none" else []
+        names += ["x_scale"] if self.lhs_scale != "none" and self.quantization == "none" else []
         names += self.of_each_weight("w_scale") if self.rhs_scale != "none" else []
         names += self.of_each_weight("bias") if self.bias_dtype is not None else []
         names += ["out_scale"] if self.requantize == "tensor" else []

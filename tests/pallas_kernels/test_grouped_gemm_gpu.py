@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
+from pallas_kernels.grouped_gemm import GemmConfig, VectorConfig, grouped_gemm
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.kernels.gemm_problem import (
     KINDS,
     ROUTINGS,
@@ -62,11 +63,11 @@ def test_swapped(kind, block_m, block_n):
 @pytest.mark.parametrize("kind", KINDS)
 def test_side_by_side(kind, rows):
     """Queries, keys and values in one launch: the bits of three with the same tiles."""
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 else 128
+    block_m = 1 if rows == 1 else 16 if rows <= 16 else 64 if rows <= 64 else 128
     sizes: Any = dict(block_m=block_m, k=1152, spare_tiles=0, bias="bfloat16")
     problems = [make_problem(kind, [rows], n=n, seed=i, **sizes) for i, n in enumerate((1024, 256, 192))]
     x, _, *tiles = problems[0].args
-    config = GemmConfig(block_m, 64, 3, swap_ab=block_m == 16)
+    config = VectorConfig(2) if block_m == 1 else GemmConfig(block_m, 64, 3, swap_ab=block_m == 16)
     own = {name: tuple(p.kwargs[name] for p in problems) for name in ("w_scale", "bias")}
     own = {name: None if arrays[0] is None else arrays for name, arrays in own.items()}
     shared: Any = dict(x_scale=problems[0].kwargs["x_scale"], config=config, implementation="hopper")
@@ -77,6 +78,76 @@ def test_side_by_side(kind, rows):
         one = {name: None if arrays is None else arrays[index] for name, arrays in own.items()}
         apart.append(jax.jit(lambda x, w, own: grouped_gemm(x, w, *tiles, **own, **shared))(x, weight, one))
     np.testing.assert_array_equal(np.asarray(found)[:rows], np.concatenate(apart, axis=1)[:rows])
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4])
+@pytest.mark.parametrize("k", [768, 1152, 2880, 14336])
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_rows(kind, k, channels):
+    check(kind, [3, 0, 1, 2], VectorConfig(channels), k=k, n=208, padding=np.nan)
+
+
+@pytest.mark.parametrize("k", [768, 2880, 7168])
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_rows_gated_with_bias(kind, k):
+    check(kind, [3, 0, 1, 2], VectorConfig(2), k=k, n=208, bias="bfloat16", with_tile_rows=True, **GATED_OAI)
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_single_rows_of_routings(routing, out_dtype):
+    check("fp8_row", ROUTINGS[routing], VectorConfig(1), k=768, n=208, bias="float32", out_dtype=out_dtype)
+
+
+@pytest.mark.parametrize("is_rounded_first", [True, False])
+def test_single_rows_requantized(is_rounded_first):
+    """By one given scale: the codes of tiles of 64 rows, but for products next to a tie."""
+    out_dtype = jnp.bfloat16 if is_rounded_first else jnp.float32
+    options: Any = dict(k=768, n=256, requantize="tensor", out_dtype=out_dtype, **GATED)
+    alone = make_problem("fp8_tensor", [1, 0, 1], block_m=1, spare_tiles=0, **options)
+    found = np.asarray(run(alone, VectorConfig(1))).astype(np.float32)
+    expected = np.asarray(grouped_gemm(*alone.args, **alone.kwargs, implementation="reference")).astype(np.float32)
+    assert (found == expected).mean() > 0.99
+    np.testing.assert_allclose(found, expected, rtol=0.13, atol=2**-9)
+
+
+@pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("k", [768, 2048, 2880])
+@pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row"])
+def test_single_rows_that_are_quantized_first(quantization, k, given):
+    """The bits of a product whose rows another launch has quantized; rows of zeros, a NaN and an infinity too."""
+    kind = {"e4m3_row": "fp8_row", "int8_row": "int8_row"}.get(quantization, "fp8_block")
+    problem = make_problem(kind, [3, 0, 1, 4], k=k, n=256, block_m=1, spare_tiles=0, bias="float32")
+    _, w, *tiles = problem.args
+    options: Any = dict(w_scale=problem.kwargs["w_scale"], bias=problem.kwargs["bias"], config=VectorConfig(2))
+    x = np.random.default_rng(k).standard_normal((8, k)) * np.exp2(np.arange(-4.0, 4.0))[:, None]
+    x[1], x[2, 5], x[3, 7] = 0.0, np.nan, np.inf
+    x = jnp.asarray(x, given)
+
+    def of_codes(x, w):
+        codes, scale = quantize_and_permute(x, quantization=quantization, implementation="hopper")
+        return grouped_gemm(codes, w, *tiles, x_scale=scale, implementation="hopper", **options)
+
+    def alone(x, w):
+        return grouped_gemm(x, w, *tiles, quantization=quantization, implementation="hopper", **options)
+
+    np.testing.assert_array_equal(np.asarray(jax.jit(alone)(x, w)), np.asarray(jax.jit(of_codes)(x, w)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_token_in_all_tiles(kind):
+    """Unpermuted: the bits of a row for each tile."""
+    problem = make_problem(kind, [1, 0, 1, 1], k=1152, n=208, block_m=1, spare_tiles=0, **GATED)
+    x, *others = problem.args
+    options: Any = dict(problem.kwargs, config=VectorConfig(1), implementation="hopper")
+    scale = options.pop("x_scale")
+    whole = scale if scale is None or not scale.ndim else jnp.repeat(scale[..., :1], 3, axis=-1)
+    apart = jax.jit(lambda x, others: grouped_gemm(x, *others, x_scale=whole, **options))(
+        jnp.repeat(x[:1], 3, 0), others
+    )
+    one = scale if scale is None or not scale.ndim else scale[..., :1]
+    found = jax.jit(lambda x, others: grouped_gemm(x, *others, x_scale=one, block_m=1, **options))(x[:1], others)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(apart))
 
 
 @pytest.mark.parametrize("block_m", [24, 48, 80, 96])

@@ -330,6 +330,8 @@ class Experts:
                 options["block_m"] = self.plan.block_m
         if in_kernel_layout(weights):
             return functools.partial(grouped_gemm_packed, w=kernel_operand(tensor), **options)
+        if index == 1:
+            options["quantization"] = self.plan.hidden_quantization
         return functools.partial(
             grouped_gemm, w=tensor.data, w_scale=tensor.scale, tile_rows=tiles.tile_rows, **options
         )
@@ -389,6 +391,8 @@ class Experts:
             return first(requantize="tensor", out_scale=static), static
         if self.plan.requantize != "none":
             return first(requantize=self.plan.requantize)
+        if self.plan.hidden_quantization != "none":
+            return first(out_dtype=self.plan.hidden_dtype or self.config.dtype), None
         return self._requantized(first(out_dtype=self.plan.hidden_dtype or self.config.dtype))
 
     def _requantized(self, hidden: Array) -> tuple[Array, Array | None]:

@@ -129,7 +129,7 @@ def _row_notes(problem: Problem, plan: Plan) -> list[str]:
     config, weights = problem.config, problem.weights
     kind, hidden = kind_of(weights), plan.products[1]
     rows = {} if plan.unpermuted else {"input": (problem.num_tokens, weights.hidden_size, config.top_k)}
-    if plan.requantize == "none" and kind != "none":
+    if "none" == plan.requantize == plan.hidden_quantization != kind:
         rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
     lines = []
     for name, (count, width, top_k) in rows.items():

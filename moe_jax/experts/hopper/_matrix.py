@@ -24,6 +24,7 @@ from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm.config import BLOCK_MS, SMALL_M, SWAP_AB_BLOCK_MS
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
+from pallas_kernels.grouped_gemm.vector import VectorConfig, single_rows_refusal
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 _TMA_ROWS = 8  # rows of a box
@@ -161,6 +162,9 @@ def choose_block_m(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike) -> i
     """Rows of a tile: the lowest that holds all tokens, else the height of the least work."""
     first = each(matrix)[0]
     if not is_kernel_layout(first.tensor.layout):
+        widths = [one.shape[0] for one in each(matrix)]
+        if num_tokens == 1 and not single_rows_refusal(first.shape[1], widths, first.tensor.data.dtype):
+            return VectorConfig.block_m
         may_swap = jnp.dtype(out_dtype).itemsize == 2
         heights = [height for height in SWAP_AB_BLOCK_MS if height <= SMALL_M] if may_swap else [BLOCK_MS[0]]
         return next((height for height in heights if height >= num_tokens), BLOCK_MS[-1])

@@ -16,6 +16,7 @@ from pallas_kernels import grouped_gemm as plain_gemm
 from pallas_kernels.align import row_capacity
 from pallas_kernels.common.device import hopper_gpu, hopper_sms, portable_target
 from pallas_kernels.common.rows import unpermuted_rows_error
+from pallas_kernels.grouped_gemm import GemmDesc, VectorConfig
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm import portable as portable_gemm
 from pallas_kernels.grouped_gemm.packed import BLOCK_N, PackedDesc
@@ -39,7 +40,7 @@ class Plan:
     requantize: what GEMM 1 does with its result, as ``grouped_gemm`` takes it.
     unpermuted: row t of every expert's tile is token t, so that GEMM 1 takes the tokens themselves.
     quantization: how tokens are quantized where they are, for an unpermuted call; a kind of ``quantize_and_permute``.
-    hidden_dtype: of hidden values that another launch requantizes; None for the layer's.
+    hidden_dtype: of hidden values that GEMM 1 does not requantize; None for the layer's.
     """
 
     block_m: int
@@ -50,6 +51,11 @@ class Plan:
     unpermuted: bool = False
     quantization: str = "none"
     hidden_dtype: str | None = None
+
+    @property
+    def hidden_quantization(self) -> str:
+        """How GEMM 2 quantizes the hidden rows that it takes; "none" where somebody else has."""
+        return getattr(self.products[1], "quantization", "none")
 
     @property
     def scale_rows(self) -> int | None:
@@ -80,6 +86,10 @@ def make_plan(
     if weights.has_adapters:
         return _adapted_plan(config, weights, key, num_tokens)
     products = functools.partial(_products, config, weights, key)
+    if num_tokens == 1 and not are_quantized and config.pinned_tokens is None and isinstance(key, LayerKey):
+        found = _vector_plan(config, weights, key, *products(1, VectorConfig.block_m), may_stay=may_stay)
+        if found is not None:
+            return found
 
     def plan(block_m: int, configs: tuple[AnyConfig | None, AnyConfig | None], source: str) -> Plan:
         kind = None
@@ -115,6 +125,39 @@ def make_plan(
         configs = (choose(first, block_m, num_sms), choose(second, block_m, num_sms))
         source += f", pinned to {planned} tokens"
     return plan(block_m, configs, source)
+
+
+def _vector_plan(
+    config: MoEConfig, weights: ExpertWeights, key: LayerKey, first: GemmDesc, second: GemmDesc, *, may_stay: bool
+) -> Plan | None:
+    """One token in tiles of one row; None where no kernel multiplies so. No table holds such calls.
+
+    GEMM 2 quantizes its hidden rows itself where their scales are their own and a warp holds a row.
+    """
+    kind = _unpermuted_kind(config, weights, 1, VectorConfig.block_m) if may_stay else None
+    requantize = "tensor" if key.requantize == "tensor" else "none"
+    first = dataclasses.replace(first, unpermuted_rows=int(kind is not None), requantize=requantize)
+    of_rows = str(row_kind(weights.scheme))
+    has_own_scales = key.lhs_scale in ("row", "group")
+    if has_own_scales:
+        alone = dataclasses.replace(second, quantization=of_rows)
+        second = second if plain_gemm.config_error(alone, VectorConfig(1)) else alone
+    # float16 rows might overflow before they are requantized.
+    hidden_dtype = "float32" if has_own_scales and config.dtype.name == "float16" else None
+    if hidden_dtype:
+        first = dataclasses.replace(first, out_dtype=hidden_dtype)
+    if any(plain_gemm.config_error(desc, VectorConfig(1)) for desc in (first, second)):
+        return None
+    return Plan(
+        VectorConfig.block_m,
+        (first, second),
+        (None, None),
+        "by the heuristic",
+        requantize,
+        kind is not None,
+        kind or "none",
+        hidden_dtype,
+    )
 
 
 def _adapted_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey | PackedLayerKey, num_tokens: int) -> Plan:

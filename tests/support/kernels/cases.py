@@ -15,7 +15,7 @@ from pallas_kernels.combine.config import CombineDesc
 from pallas_kernels.combine.config import choose_config as choose_combine_config
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates
+from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, VectorConfig, candidates
 from pallas_kernels.grouped_gemm.dgrad import DgradConfig, DgradDesc
 from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
 from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE, operand_names
@@ -28,6 +28,7 @@ from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm.packed.dense_config import DenseDesc
 from pallas_kernels.grouped_gemm.packed.dense_sm90 import dequantize_sm90
 from pallas_kernels.grouped_gemm.packed.heuristics import choose_config as choose_packed_config
+from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 from pallas_kernels.grouped_gemm.wgrad import WgradDesc
 from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
 from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
@@ -95,13 +96,13 @@ def gemm(name: str) -> GemmDesc:
     return dataclasses.replace(_BASE, **GEMMS[name])
 
 
-def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
+def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> Case:
     """The Hopper grouped GEMM on its flat operands."""
     matrices, groups_k, groups_n = desc.num_experts * desc.projections, -(-desc.k // 128), -(-desc.n // 128)
     tiles = ((desc.rows // config.block_m,), "int32")
     scaled = config.block_m if desc.unpermuted_rows else desc.rows
     shapes: dict[str, Shape] = {
-        "x": ((desc.unpermuted_rows or desc.rows, desc.k), desc.dtype),
+        "x": ((desc.unpermuted_rows or desc.rows, desc.k), desc.dtype if desc.quantization == "none" else "bfloat16"),
         "w": ((matrices, *((desc.k, desc.n) if desc.transposes_w else (desc.n, desc.k))), desc.dtype),
         "tile_expert": tiles,
         "num_tiles": ((1,), "int32"),
@@ -121,6 +122,10 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
         end = f"_{index}" if index else ""
         shapes |= {f"w{end}": ((1, n, desc.k), desc.dtype), f"w_scale{end}": (own, "float32")}
         shapes[f"bias{end}"] = ((1, n), desc.bias_dtype or "float32")
+    if isinstance(config, VectorConfig):
+        return _case_of_operands(
+            f"grouped_gemm of single rows, {name}, {config.channels} channels", desc, config, shapes, None
+        )
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
     form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
@@ -128,8 +133,9 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig) -> Case:
     return _case_of_operands(name, desc, config, shapes, instruction)
 
 
-def _case_of_operands(name: str, desc: Any, config: Any, shapes: dict[str, Shape], instruction: str) -> Case:
-    kernel, names = grouped_gemm_sm90(desc, config), desc.operand_names
+def _case_of_operands(name: str, desc: Any, config: Any, shapes: dict[str, Shape], instruction: str | None) -> Case:
+    build: Any = grouped_gemv_sm90 if isinstance(config, VectorConfig) else grouped_gemm_sm90
+    kernel, names = build(desc, config), desc.operand_names
     function = lambda *arrays: kernel(dict(zip(names, arrays, strict=True)))  # noqa: E731
     return Case(name, function, tuple(shapes[n] for n in names), instruction)
 
@@ -434,6 +440,30 @@ def unpermuted_cases() -> Iterator[Case]:
         yield packed_case(f"same {tokens} rows, {name} gated", desc, config)
 
 
+def vector_cases() -> Iterator[Case]:
+    """Tiles of one row: every description that has them, long rows, rows that are quantized first, weights apart."""
+    for name in GEMMS:
+        for config in candidates(dataclasses.replace(gemm(name), rows=8), 1, H200_SMS):
+            yield gemm_case(name, dataclasses.replace(gemm(name), rows=8), config)
+    long = dict(rows=8, k=14336, n=4096)
+    for name in ("bf16", "fp8 row", "fp8 block", "int8 row"):
+        yield gemm_case(f"{name} of long rows", dataclasses.replace(gemm(name), **long), VectorConfig(2))
+    for name, kind in (
+        ("fp8 row", "e4m3_row"),
+        ("fp8 block", "e4m3_group"),
+        ("fp8 block", "e4m3_group_ue8m0"),
+        ("fp8 block 2880 gated, bias", "e4m3_group"),
+        ("int8 2880", "int8_row"),
+    ):
+        desc = dataclasses.replace(gemm(name), rows=8, quantization=kind)
+        yield gemm_case(f"{name} of rows in {kind}", desc, candidates(desc, 1, H200_SMS)[0])
+    widths = (4096, 512, 512)
+    apart: dict[str, Any] = dict(num_experts=1, widths=widths, n=sum(widths), k=2048, rows=1, unpermuted_rows=1)
+    for name in ("bf16", "fp8 block, bias", "fp8 row", "int8 row"):
+        desc = dataclasses.replace(gemm(name), **apart)
+        yield gemm_case(f"side by side, {name}", desc, candidates(desc, 1, H200_SMS)[0])
+
+
 def side_by_side_cases() -> Iterator[Case]:
     """Queries, keys and values of one token, few and many: one launch reads three weights where they lie."""
     widths, k = (4096, 512, 512), 2048
@@ -633,6 +663,7 @@ def all_cases() -> Iterator[Case]:
     yield from pull_cases()
     yield from unpermuted_cases()
     yield from side_by_side_cases()
+    yield from vector_cases()
     yield from tuned_cases()
     yield from permute_cases()
     yield from gather_cases()
