@@ -209,7 +209,7 @@ class Backend(abc.ABC):
         """Routing, experts, shared output and the one rounding in one, for calls without a ``layer_refusal``.
 
         Returns (y (T, H) in x's dtype, topk_ids (T, k), rows per expert (E,)); where not is_combined, which backends
-        with ``leaves_rows`` take, what y is the sum of in its place.
+        with ``leaves_rows`` take, what y is the sum of in its place, unless the last product adds it up.
         """
         raise NotImplementedError(f"{self.name} leaves routing to others")
 

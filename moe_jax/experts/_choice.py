@@ -166,7 +166,7 @@ def run_layer_first(
     """The whole layer, by the backend that ``choose`` names; None when that one leaves routing to others.
 
     in_steps: what it computes, of the same arguments, for whoever differentiates it. is_combined: else ``RoutedRows``
-    take the place of their sum; None too when the backend has none.
+    take the place of their sum, unless the backend has added them up; None too when it leaves none.
     """
     chosen, _ = choose(problem)
     if chosen is None or not (is_combined or chosen.leaves_rows):
@@ -177,6 +177,8 @@ def run_layer_first(
         return with_gradient_of(functools.partial(chosen.run_layer, problem.config), in_steps, *arguments)
     run = functools.partial(chosen.run_layer, problem.config, is_combined=False)
     shapes, _, _ = jax.eval_shape(run, *arguments)
+    if not isinstance(shapes, RoutedRows):
+        return with_gradient_of(run, in_steps, *arguments)
 
     def in_steps_as_rows(*arguments):
         """The sum as the row of each token's first expert."""

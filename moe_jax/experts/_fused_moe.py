@@ -180,9 +180,10 @@ def routed_rows(
     routing: RoutingParams | None,
     token_mask: Bool[Array, "T"] | None,
     shared_output: Float[Array, "T H"] | None,
-) -> tuple[RoutedRows, MoEStats] | None:
-    """``fused_moe`` before the sum over experts, for a caller who adds it to more in one launch; None where no backend
-    leaves that to others. Masked tokens of x may be anything."""
+) -> tuple[RoutedRows | Array, MoEStats] | None:
+    """``fused_moe`` before the sum over experts, for a caller who adds it to more in one launch, or the sum (T, H)
+    where the last product makes it; None where no backend leaves the sum to others. Masked tokens of x may be
+    anything."""
     problem = _problem(x, weights, config)
 
     def in_steps(x, logits, weights, routing, token_mask, shared):

@@ -105,8 +105,9 @@ class DecoderLayer(nnx.Module):
 
     def _rows_of_experts(
         self, normal: Array, logits: Array | None, token_mask: Array | None
-    ) -> tuple[RoutedRows, MoEStats] | None:
-        """What the experts of few tokens add, not added up; None where more follows, or no backend leaves it so."""
+    ) -> tuple[RoutedRows | Array, MoEStats] | None:
+        """What the experts of few tokens add, added up by their own last product or not at all; None where more
+        follows, or no backend leaves it so."""
         if logits is None or self.residual_multiplier != 1:
             return None
         assert isinstance(self.mlp, MoEBlock), "whose router made logits"

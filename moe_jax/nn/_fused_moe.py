@@ -367,8 +367,9 @@ class FusedMoE(Versioned):
 
     def routed_rows(
         self, x: Array, router_logits: Array, token_mask: Array | None = None
-    ) -> tuple[RoutedRows, MoEStats] | None:
-        """What a call adds up for each token, for a caller who adds it to more in one launch, and ``MoEStats``.
+    ) -> tuple[RoutedRows | Array, MoEStats] | None:
+        """What a call adds up for each token, for a caller who adds it to more in one launch, and ``MoEStats``; or the
+        sum, where the last product makes it.
 
         x: (..., H) in ``dtype``. router_logits: (..., E). token_mask: (...,) bool or None; masked tokens have no rows.
         None where more than that sum follows, or the backend keeps it to itself.
@@ -383,7 +384,10 @@ class FusedMoE(Versioned):
         logits = router_logits.reshape(-1, router_logits.shape[-1])
         mask = None if token_mask is None else token_mask.reshape(-1)
         arguments = (self.weights.get_value(), self.config, self._routing_params(), mask, self._shared(tokens))
-        return routed_rows(tokens, logits, *arguments)
+        found = routed_rows(tokens, logits, *arguments)
+        if found is None or isinstance(found[0], RoutedRows):
+            return found
+        return found[0].reshape(x.shape), found[1]
 
     def _shared(self, tokens: ArrayArg) -> Array | None:
         if self.shared_experts is None:

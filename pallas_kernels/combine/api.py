@@ -38,7 +38,7 @@ def combine(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    check_operands(rows, row_of, weights, shared)
+    check_operands(rows.shape, row_of, weights, shared)
     (num_rows, width), (num_tokens, top_k) = rows.shape, row_of.shape
     desc = CombineDesc(
         num_tokens=num_tokens,
@@ -67,17 +67,16 @@ def combine(
     return first_that_runs("combine", runs, implementation)
 
 
-def check_operands(rows: jax.Array, row_of: jax.Array, weights: jax.Array, shared: jax.Array | None) -> None:
-    """Raises the ValueError or TypeError of ``combine``."""
-    if rows.ndim != 2 or row_of.ndim != 2 or weights.shape != row_of.shape:
+def check_operands(shape: tuple[int, ...], row_of: jax.Array, weights: jax.Array, shared: jax.Array | None) -> None:
+    """Raises the ValueError or TypeError of ``combine``. shape: of the rows."""
+    if len(shape) != 2 or row_of.ndim != 2 or weights.shape != row_of.shape:
         raise ValueError(
-            f"rows {rows.shape}, row_of {row_of.shape}, weights {weights.shape}; "
-            "expected (Mp, H), (T, top_k), (T, top_k)"
+            f"rows {shape}, row_of {row_of.shape}, weights {weights.shape}; expected (Mp, H), (T, top_k), (T, top_k)"
         )
     if row_of.dtype != jnp.int32 or weights.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(
             f"row_of is {row_of.dtype} and weights {weights.dtype}; expected int32 and float32, bfloat16 or float16"
         )
-    expected = (row_of.shape[0], rows.shape[1])
+    expected = (row_of.shape[0], shape[1])
     if shared is not None and shared.shape != expected:
         raise ValueError(f"shared has shape {shared.shape}, expected {expected}")

@@ -31,7 +31,7 @@ class RoutedRows:
 
     def check(self) -> None:
         """Raises what ``combine`` raises for wrong operands."""
-        check_operands(self.rows, self.row_of, self.weights, self.shared)
+        check_operands(self.rows.shape, self.row_of, self.weights, self.shared)
 
     def whole(self, dtype: Dtype, implementation: str | Sequence[str] | None = None) -> jax.Array:
         """The sum (T, H), rounded once."""

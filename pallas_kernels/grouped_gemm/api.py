@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.combine import combine
+from pallas_kernels.combine.api import check_operands
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -21,6 +23,7 @@ from pallas_kernels.grouped_gemm.vector import VectorConfig
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 Operands = dict[str, Any]  # arrays by name, None for those that a call has not
+_NO_SUM: Operands = dict.fromkeys(("row_of", "slot_weights", "shared"))
 _QUANTIZED = {  # how x may be quantized first: the dtype that it gets, and what has a scale
     "e4m3_row": ("float8_e4m3fn", "row"),
     "int8_row": ("int8", "row"),
@@ -47,6 +50,9 @@ def grouped_gemm(
     transposes_w: bool = False,
     keeps_before: bool = False,
     quantization: str = "none",
+    row_of: jax.Array | None = None,
+    slot_weights: jax.Array | None = None,
+    shared: jax.Array | None = None,
     config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Any:
@@ -82,6 +88,9 @@ def grouped_gemm(
         quantization: "none", or how x, then (Mp, K) bfloat16, float16 or float32, is quantized first, in place of
             x_scale: "e4m3_row", "int8_row", "e4m3_group" or "e4m3_group_ue8m0", as by ``quantize_and_permute``. The
             Hopper kernel of tiles of one row does that.
+        row_of: (T, top_k) int32; with it the result is (T, N), for each token the sum of these rows times
+            ``slot_weights``, (T, top_k) float, and of ``shared``, (T, N) or None, as ``combine`` makes it, of rows that
+            are not rounded first. The Hopper kernel of tiles of one row does that for T = 1.
         config: GemmConfig of the hopper implementation, or VectorConfig for tiles of one row, MmaConfig of the portable
             one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
@@ -95,10 +104,12 @@ def grouped_gemm(
     operands = dict(
         x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, out_scale=out_scale, tile_rows=tile_rows
     )
+    of_tokens = dict(row_of=row_of, slot_weights=slot_weights, shared=shared)
     each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
     options: Any = (activation, out_dtype, requantize, block_m, transposes_w, quantization)
     desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
-    desc = dataclasses.replace(desc, keeps_before=keeps_before)
+    desc = dataclasses.replace(desc, keeps_before=keeps_before, **_describe_sum(desc, **of_tokens))
+    operands |= of_tokens
     for own in each:
         if own["w"].ndim == 3:
             own.update({name: leaf[:, None] for name, leaf in own.items() if leaf is not None})
@@ -194,7 +205,7 @@ def flattened(operands: Operands) -> Operands:
     return flat
 
 
-def _run_hopper(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -> Any:
+def _run_hopper(desc: GemmDesc, config: GemmConfig | VectorConfig | None, operands: Operands) -> Any:
     block_m = check_block_m(config, operands, desc.rows)
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):
@@ -202,17 +213,19 @@ def _run_hopper(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -
     flat = flattened(operands)
     # here: importing it loads Pallas
     from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
-    from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 
-    if isinstance(config, VectorConfig):
-        return grouped_gemv_sm90(desc, config)(flat)
     return grouped_gemm_sm90(desc, config)(flat)
 
 
-def _run_reference(desc: GemmDesc, config: GemmConfig | None, operands: Operands) -> Any:
+def _run_reference(desc: GemmDesc, config: GemmConfig | VectorConfig | None, operands: Operands) -> Any:
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
     given.pop("tile_rows")
+    row_of, slot_weights, shared = (given.pop(name) for name in ("row_of", "slot_weights", "shared"))
+    if row_of is not None:
+        rows = _run_reference(dataclasses.replace(desc, top_k=0, out_dtype="float32"), None, operands | _NO_SUM)
+        out_dtype = jnp.dtype(desc.out_dtype)
+        return combine(rows, row_of, slot_weights, shared=shared, out_dtype=out_dtype, implementation="reference")
     if desc.quantization != "none":
         given["x"], given["x_scale"] = quantize_and_permute(
             given["x"], quantization=desc.quantization, implementation="reference"
@@ -243,6 +256,8 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
         raise NotImplementedError("keeps_before: the Hopper kernels have it")
     if desc.quantization != "none":
         raise NotImplementedError(f"quantization {desc.quantization!r} of x: the Hopper kernel of single rows has it")
+    if desc.top_k:
+        raise NotImplementedError("the sum of a token's rows: the Hopper kernel of single rows has it")
     block_m = check_block_m(config, operands, desc.rows)
     desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
     return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))
@@ -321,6 +336,21 @@ def describe_gemm(
         transposes_w=transposes_w,
         quantization=quantization,
     )
+
+
+def _describe_sum(
+    desc: GemmDesc, row_of: jax.Array | None, slot_weights: jax.Array | None, shared: jax.Array | None
+) -> dict[str, Any]:
+    """Fields of the description of a call whose rows are added up; none for others."""
+    if (row_of is None) != (slot_weights is None) or (row_of is None and shared is not None):
+        raise ValueError("row_of and slot_weights go together, and shared with both")
+    if row_of is None or slot_weights is None:
+        return {}
+    if desc.activation is not None:
+        raise ValueError("row_of goes without an activation: rows of hidden values are not added up")
+    check_operands((desc.rows, desc.n), row_of, slot_weights, shared)
+    shared_dtype = None if shared is None else jnp.dtype(shared.dtype).name
+    return dict(num_tokens=row_of.shape[0], top_k=row_of.shape[1], shared_dtype=shared_dtype)
 
 
 def _scale_of_rows(x: jax.Array, w: jax.Array, x_scale: jax.Array | None, quantization: str) -> Any:

@@ -216,6 +216,8 @@ def config_error(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str | Non
         return reason
     if desc.quantization != "none":
         return f"quantization {desc.quantization!r} of x: tiles of one row alone quantize it"
+    if desc.top_k:
+        return "the sum of a token's rows: tiles of one row alone add them up"
     if config.swap_ab:
         if reason := _swap_ab_error(desc, config):
             return reason

@@ -1,5 +1,7 @@
 """Grouped GEMM on Hopper: one persistent CTA per SM, a producer warpgroup and one to four consumers.
 
+Tiles of one row have a kernel of their own (vector_sm90.py).
+
 The scheduler walks the tiles, the pipeline keeps the ring full, the epilogue stores; the main loops differ in where the
 operands of wgmma come from:
 
@@ -24,10 +26,12 @@ from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop, Scratch, produce
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import launch, run_tiles
+from pallas_kernels.grouped_gemm.vector import VectorConfig
+from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 
 
 def grouped_gemm_sm90(
-    desc: GemmDesc | PackedDesc, config: GemmConfig | PackedConfig
+    desc: GemmDesc | PackedDesc, config: GemmConfig | PackedConfig | VectorConfig
 ) -> Callable[[Mapping[str, jax.Array]], Any]:
     """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
 
@@ -36,6 +40,9 @@ def grouped_gemm_sm90(
     With ``desc.pulls`` it returns the cotangent (rows, G * N), the sums over each tile's columns (column tiles, rows)
     float32, and with has_weighted (rows, N). Rows of tiles from num_tiles on are not written.
     """
+    if isinstance(config, VectorConfig):
+        assert isinstance(desc, GemmDesc)
+        return grouped_gemv_sm90(desc, config)
     out: Any = jax.ShapeDtypeStruct((desc.rows, desc.n), jnp.dtype(desc.stored_dtype))
     if isinstance(desc, PackedDesc):
         assert isinstance(config, PackedConfig)

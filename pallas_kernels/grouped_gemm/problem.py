@@ -89,6 +89,8 @@ class GemmDesc(GroupedGemm):
         has_weighted: that activation's values, times the weights of their rows, are an output as well.
         quantization: how x is quantized first, a kind of ``quantize_and_permute`` with a scale for each row or each 128
             columns of it; "none" where x comes as it is multiplied.
+        num_tokens, top_k: the output has a row for each token, the weighted sum of its ``top_k`` rows; 0 for the rows
+            themselves. shared_dtype: of what is added to the sum, or None.
     """
 
     dtype: str
@@ -102,6 +104,9 @@ class GemmDesc(GroupedGemm):
     pulls: Activation | None = None
     has_weighted: bool = False
     quantization: str = "none"
+    num_tokens: int = 0
+    top_k: int = 0
+    shared_dtype: str | None = None
 
     @property
     def pulled_projections(self) -> int:
@@ -142,8 +147,8 @@ class GemmDesc(GroupedGemm):
         N); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows),
         with block_m for rows where they are unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128),
         ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows (rows / block_m,) i32; before (rows, G * N) of
-        the activation that is pulled; row_weights (rows,) f32. Of weights that lie apart each has a w, w_scale and
-        bias.
+        the activation that is pulled; row_weights (rows,) f32; row_of (T, top_k) i32, slot_weights (T, top_k) and
+        shared (T, N) of rows that are added up. Of weights that lie apart each has a w, w_scale and bias.
         """
         names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
         names += ["x_scale"] if self.lhs_scale != "none" and self.quantization == "none" else []
@@ -152,6 +157,8 @@ class GemmDesc(GroupedGemm):
         names += ["out_scale"] if self.requantize == "tensor" else []
         names += ["tile_rows"] if self.has_tile_rows else []
         names += ["before", "row_weights"] if self.pulls is not None else []
+        names += ["row_of", "slot_weights"] if self.top_k else []
+        names += ["shared"] if self.shared_dtype is not None else []
         return names
 
     def unsupported(self) -> str | None:

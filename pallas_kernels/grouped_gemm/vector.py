@@ -13,7 +13,7 @@ WARPS = 4  # of a CTA
 LANES = 32  # of a warp
 CHUNK = 4  # loads of a weight row that are under way together where a row takes more than ``MOST_PIECES``
 MOST_PIECES = 8  # of a row that a warp holds at once
-_MOST_LOADS = 16  # of a warp's weight rows that are under way together: 64 registers a thread
+MOST_LOADS = 16  # of a warp's weight rows that are under way together: 64 registers a thread
 _CHANNELS = (4, 2, 1)
 
 
@@ -78,6 +78,8 @@ def vector_error(desc: GemmDesc, config: VectorConfig) -> str | None:
         return reason
     if desc.transposes_w or desc.pulls is not None or desc.keeps_before:
         return "single rows with transposed weights or several outputs: not built"
+    if desc.top_k and (desc.num_tokens > 1 or desc.widths or desc.requantize != "none"):
+        return "the sum of rows: of one token, neither requantized nor of weights side by side"
     if desc.requantize == "group":
         return "requantize='group' of single rows: the columns of a group lie in several CTAs"
     if desc.quantization != "none" and len(pieces_of_row(desc.k, desc.dtype)) > MOST_PIECES:
@@ -89,16 +91,18 @@ def vector_candidates(desc: GemmDesc, num_sms: int) -> list[VectorConfig]:
     """Configurations that can run ``desc``, preferred ones first: as many columns a warp as it has room for, where they
     make four CTAs an SM."""
     loads = desc.projections * min(len(pieces_of_row(desc.k, desc.dtype)), MOST_PIECES)
+    rows = 1 if desc.top_k else desc.rows
     fitting = [c for c in map(VectorConfig, _CHANNELS) if vector_error(desc, c) is None]
 
     def is_busy(config: VectorConfig) -> bool:
-        return config.channels * loads <= _MOST_LOADS and desc.rows * desc.n >= 4 * num_sms * config.block_n
+        return config.channels * loads <= MOST_LOADS and rows * desc.n >= 4 * num_sms * config.block_n
 
     return sorted(fitting, key=lambda c: (not is_busy(c), -c.channels if is_busy(c) else c.channels))
 
 
 def describe_vector(desc: GemmDesc, config: VectorConfig) -> str:
     """One line for ``explain``."""
-    quantizes = "" if desc.quantization == "none" else f", which quantize their row ({desc.quantization})"
-    ctas = desc.rows * desc.n // config.block_n
+    quantizes = "" if desc.quantization == "none" else f", which quantize their rows ({desc.quantization})"
+    ctas = (1 if desc.top_k else desc.rows) * desc.n // config.block_n
+    quantizes += f", and add up {desc.top_k} rows" if desc.top_k else ""
     return f"matrix times vector, {config.channels} x {desc.projections} channels a warp, {ctas} CTAs{quantizes}"

@@ -8,7 +8,6 @@ quantizes its row does so while its weights come; every warp quantizes the whole
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.numerics import (
@@ -32,21 +31,33 @@ from pallas_kernels.common.numerics_sm90 import cast_int8_in, divisor, e4m3_code
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.types import Kernel, Layout, Ref, Scalar, Value
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
-from pallas_kernels.grouped_gemm.vector import CHUNK, LANES, MOST_PIECES, WARPS, Piece, VectorConfig, pieces_of_row
+from pallas_kernels.grouped_gemm.vector import (
+    CHUNK,
+    LANES,
+    MOST_LOADS,
+    MOST_PIECES,
+    WARPS,
+    Piece,
+    VectorConfig,
+    pieces_of_row,
+)
 
 _RESULT = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, simt.LANES)
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 def grouped_gemv_sm90(desc: GemmDesc, config: VectorConfig) -> Kernel:
-    """The kernel: operands by name (``desc.operand_names``) -> (rows, N). config must pass ``vector_error``."""
-    out = jax.ShapeDtypeStruct((desc.rows * desc.n,), desc.stored_dtype)
-    call = row_kernel(functools.partial(_kernel, desc, config), out, desc.rows * (desc.n // config.block_n))
-    flat = [name for name in desc.operand_names if name.startswith(("w_scale", "bias", "x_scale"))]
+    """The kernel: operands by name (``desc.operand_names``) -> (rows, N), or with ``desc.top_k`` their sum (1, N).
+
+    config must pass ``vector_error``.
+    """
+    rows = 1 if desc.top_k else desc.rows
+    out = jax.ShapeDtypeStruct((rows * desc.n,), desc.stored_dtype)
+    call = row_kernel(functools.partial(_kernel, desc, config), out, rows * (desc.n // config.block_n))
+    flat = [name for name in desc.operand_names if name.startswith(("w_scale", "bias", "x_scale", "shared"))]
 
     def run(operands):
         given = {name: operands[name].reshape(-1) if name in flat else operands[name] for name in desc.operand_names}
-        return call(*given.values()).reshape(desc.rows, desc.n)
+        return call(*given.values()).reshape(rows, desc.n)
 
     return run
 
@@ -54,144 +65,204 @@ def grouped_gemv_sm90(desc: GemmDesc, config: VectorConfig) -> Kernel:
 def _kernel(desc: GemmDesc, config: VectorConfig, *refs: Ref) -> None:
     mosaic.begin()
     operands = dict(zip(desc.operand_names, refs, strict=False))
+    out = refs[-1]
     blocks = desc.n // config.block_n
     cta = lax.axis_index("cta")
+    if desc.top_k:
+        _sum_of_rows(desc, config, operands, out, cta * config.block_n)
+        return
     tile, first = lax.div(cta, jnp.int32(blocks)), lax.rem(cta, jnp.int32(blocks)) * config.block_n
 
+    def columns(operands: dict[str, Ref], expert: Scalar, start: int, width: int) -> None:
+        """Of one weight, whose product has ``width`` columns from ``start`` on."""
+        weight = _Weight(desc, config, operands, first - start, width)
+        (values,) = weight.multiply([(tile, expert)])
+        for column, value in zip(weight.columns, values, strict=True):
+            _store(desc, operands, out, column + (tile * desc.n + start), value)
+
     if desc.num_experts > 1:
-        expert = operands["tile_expert"][tile]
-        is_used = tile < operands["num_tiles"][0]
-        pl.when(is_used)(lambda: _columns(desc, config, operands, refs[-1], tile, expert, first))
+        # In one condition, so that neither load waits for the other.
+        expert = jnp.where(tile < operands["num_tiles"][0], operands["tile_expert"][tile], -1)
+        pl.when(expert >= 0)(lambda: columns(operands, expert, 0, desc.n))
         return
-    widths = desc.widths or (desc.n,)
-    for index, (start, width) in enumerate(zip(desc.starts or (0,), widths, strict=True)):
-        own = {
-            name: operands[desc.of_each_weight(name)[index]] for name in ("w", "w_scale", "bias") if name in operands
-        }
-        run = functools.partial(
-            _columns, desc, config, operands | own, refs[-1], tile, 0, first - start, start=start, width=width
-        )
+    for index, (start, width) in enumerate(zip(desc.starts or (0,), desc.widths or (desc.n,), strict=True)):
+        given = [name for name in ("w", "w_scale", "bias") if name in operands]
+        own = operands | {name: operands[desc.of_each_weight(name)[index]] for name in given}
+        run = functools.partial(columns, own, 0, start, width)
         pl.when((first >= start) & (first < start + width))(run) if desc.widths else run()
 
 
-def _columns(
-    desc: GemmDesc,
-    config: VectorConfig,
-    operands: dict[str, Ref],
-    out: Ref,
-    tile: Scalar,
-    expert: Scalar,
-    first: Scalar,
-    *,
-    start: int = 0,
-    width: int | None = None,
-) -> None:
-    """Columns from ``first`` on of one weight, whose product begins at column ``start`` and has ``width`` columns."""
-    w, x, n = operands["w"], operands["x"], width or desc.n
-    row = 0 if desc.unpermuted_rows else tile
-    pieces = pieces_of_row(desc.k, desc.dtype)
-    lane, warp = _lane_and_warp()
-    nothing = simt.constant(0)
-    everywhere = nothing == 0
-    zero = nothing if desc.accumulator == "int32" else lax.bitcast_convert_type(nothing, jnp.float32)
-    matrices = [expert * desc.projections + projection for projection in range(desc.projections)]
+def _sum_of_rows(desc: GemmDesc, config: VectorConfig, operands: dict[str, Ref], out: Ref, first: Scalar) -> None:
+    """Columns from ``first`` on of the weighted sum of one token's rows, in the order of tiles."""
+    slots = range(desc.top_k)
+    row_of = [operands["row_of"][0, slot] for slot in slots]
+    weights = [operands["slot_weights"][0, slot].astype(jnp.float32) for slot in slots]
+    tiles = []
+    for tile in range(desc.rows):
+        expert = operands["tile_expert"][tile]
+        is_own = [row == tile for row in row_of]
+        is_used = functools.reduce(lax.bitwise_or, is_own)
+        parts = [jnp.where(own, weight, 0.0) for own, weight in zip(is_own, weights, strict=True)]
+        factor = functools.reduce(jnp.add, parts)
+        tiles.append((expert, is_used, factor))
+    weight = _Weight(desc, config, operands, first, desc.n)
+    rows = weight.multiply([(tile, lax.max(expert, jnp.int32(0))) for tile, (expert, _, _) in enumerate(tiles)])
+    for channel, column in enumerate(weight.columns):
+        total = weight.zero
+        for values, (_, is_used, factor) in zip(rows, tiles, strict=True):
+            # A tile that is out of use may hold anything.
+            used = lax.broadcast_in_dim(is_used, total.shape, ())
+            total = total + jnp.where(used, values[channel] * factor, 0.0)
+        if desc.shared_dtype is not None:
+            total = total + weight.number("shared", column)
+        _store(desc, operands, out, column, total)
 
-    def number(name: str, index: Value) -> Value:
-        """Each thread's element of a vector of floats."""
-        return simt.load_float(operands[name], index, everywhere, 0.0)
 
-    def weights(offset: Scalar, some: list[Piece]) -> list[list[Value]]:
+class _Weight:
+    """What a CTA multiplies single rows with: the columns from ``first`` on of a weight of N = ``n`` columns."""
+
+    def __init__(self, desc: GemmDesc, config: VectorConfig, operands: dict[str, Ref], first: Scalar, n: int):
+        self.desc, self.config, self.operands, self.first, self.n = desc, config, operands, first, n
+        self.pieces = pieces_of_row(desc.k, desc.dtype)
+        thread = simt.thread_index()
+        self.lane, warp = thread & (LANES - 1), lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+        self.nothing = simt.constant(0)
+        self.zero = lax.bitcast_convert_type(self.nothing, jnp.float32)
+        self.columns = [warp + (first + channel * WARPS) for channel in range(config.channels)]
+
+    def number(self, name: str, index: Value) -> Value:
+        """Each thread's element of a vector of floats, in float32."""
+        return simt.load_float(self.operands[name], index, self.nothing == 0, 0.0)
+
+    def multiply(self, tiles: list[tuple[Scalar, Scalar]]) -> list[list[Value]]:
+        """For each (tile, expert) the columns of its row: scaled, with bias and activation, in all lanes of their warp.
+
+        Weights of several tiles are under way together, as many as threads have room for.
+        """
+        desc = self.desc
+        sums, turns = [], 0
+        if len(self.pieces) > MOST_PIECES:
+            turns = sum(piece.vector == self.pieces[0].vector for piece in self.pieces) // CHUNK
+        rest = self.pieces[turns * CHUNK :]
+        at_once = max(1, MOST_LOADS // max(1, desc.projections * self.config.channels * len(rest)))
+        for start in range(0, len(tiles), at_once):
+            some = tiles[start : start + at_once]
+            loaded = [self._weights(expert, 0, rest) for _, expert in some]
+            for (tile, expert), own in zip(some, loaded, strict=True):
+                total = self._of_long_row(tile, expert, turns)
+                scale = None
+                if rest:
+                    values, scales, scale = self._row(tile, 0, rest)
+                    total = self._added(total, expert, 0, rest, own, values, scales)
+                sums.append(self._finished(tile, expert, total, scale))
+        return sums
+
+    def _of_long_row(self, tile: Scalar, expert: Scalar, turns: int) -> tuple[Value, ...]:
+        """Sums over the part of a row that a loop of so many turns takes."""
+        desc, some = self.desc, self.pieces[:CHUNK]
+        zero = self.nothing if desc.accumulator == "int32" else self.zero
+
+        def one_turn(i, sums):
+            offset = i * (CHUNK * some[0].width)
+            loaded = self._weights(expert, offset, some)
+            values, scales, _ = self._row(tile, offset, some)
+            return self._added(sums, expert, offset, some, loaded, values, scales)
+
+        sums = (zero,) * (desc.projections * self.config.channels)
+        # A number that LLVM does not know: it unrolls no loop of so many turns.
+        hidden = lax.min(jnp.int32(turns), self.operands["num_tiles"][0] + turns)
+        return lax.fori_loop(0, hidden, one_turn, sums) if turns else sums
+
+    def _matrices(self, expert: Scalar) -> list[Scalar]:
+        return [expert * self.desc.projections + projection for projection in range(self.desc.projections)]
+
+    def _weights(self, expert: Scalar, offset: Scalar, some: list[Piece]) -> list[list[Value]]:
         """Of each piece: those of each projection and channel."""
-        return [
-            [
-                mosaic.load(
-                    w.at[matrix, pl.ds(first + channel * WARPS, WARPS), pl.ds(offset + piece.start, piece.width)],
-                    layout=_layout(piece),
-                    optimized=False,
-                )
-                for matrix in matrices
-                for channel in range(config.channels)
-            ]
+
+        def load(matrix, channel, piece):
+            rows = pl.ds(self.first + channel * WARPS, WARPS)
+            part = self.operands["w"].at[matrix, rows, pl.ds(offset + piece.start, piece.width)]
+            return mosaic.load(part, layout=_layout(piece), optimized=False)
+
+        channels, matrices = range(self.config.channels), self._matrices(expert)
+        return [[load(matrix, channel, piece) for matrix in matrices for channel in channels] for piece in some]
+
+    def _row(
+        self, tile: Scalar, offset: Scalar, some: list[Piece]
+    ) -> tuple[list[Value], list[Value | None], Value | None]:
+        """Pieces of a row as they are multiplied, the scales of each lane's columns there, and the row's scale."""
+        desc, row = self.desc, 0 if self.desc.unpermuted_rows else tile
+        given = [
+            mosaic.load(
+                self.operands["x"].at[row, pl.ds(offset + piece.start, piece.width)],
+                layout=_layout(piece).reduce(0),
+                optimized=False,
+            )
             for piece in some
         ]
+        if desc.quantization != "none":
+            return _quantized(desc, some, given)
+        scales: list[Value | None] = [None] * len(some)
+        if desc.is_block_scaled:
+            room = 1 if desc.unpermuted_rows else desc.rows
+            scales = [self.number("x_scale", self._groups(piece, offset) * room + row) for piece in some]
+        scale = None
+        if desc.lhs_scale in ("row", "tensor"):
+            scale = self.number("x_scale", self.nothing + (row if desc.lhs_scale == "row" else 0))
+        return [*map(_wide, given)], scales, scale
 
-    def of_row(offset: Scalar, some: list[Piece]) -> list[Value]:
-        return [
-            mosaic.load(x.at[row, pl.ds(offset + p.start, p.width)], layout=_layout(p).reduce(0), optimized=False)
-            for p in some
-        ]
+    def _groups(self, piece: Piece, offset: Scalar) -> Value:
+        """The 128 columns of K to which each lane's belong."""
+        column = self.lane * piece.vector + (offset + piece.start)
+        return lax.shift_right_logical(column, jnp.full_like(column, SCALE_GROUP.bit_length() - 1))
 
-    def group_of(piece: Piece, offset: Scalar) -> Value:
-        """Of each lane's columns, where every 128 of K are scaled."""
-        return lax.shift_right_logical(lane * piece.vector + (offset + piece.start), jnp.full_like(lane, 7))
-
-    def row_scales(piece: Piece, offset: Scalar) -> Value | None:
-        """Of each lane's columns of the row."""
-        if not desc.is_block_scaled:
-            return None
-        return number("x_scale", group_of(piece, offset) * (1 if desc.unpermuted_rows else desc.rows) + row)
-
-    def block_scales(piece: Piece, offset: Scalar) -> list[Value]:
-        """Of each lane's columns of the weights, for each projection."""
-        k_groups, n_groups = -(-desc.k // SCALE_GROUP), -(-n // SCALE_GROUP)
-        block = lax.div(first, jnp.int32(SCALE_GROUP))
-        return [
-            number("w_scale", group_of(piece, offset) + (matrix * n_groups + block) * k_groups) for matrix in matrices
-        ]
-
-    def added(sums: tuple[Value, ...], offset: Scalar, some: list[Piece], loaded: Any, values: Any, scales: Any):
-        """``sums`` and the products of some pieces."""
+    def _added(
+        self,
+        sums: tuple[Value, ...],
+        expert: Scalar,
+        offset: Scalar,
+        some: list[Piece],
+        loaded: list[list[Value]],
+        values: list[Value],
+        scales: list[Value | None],
+    ) -> tuple[Value, ...]:
+        """``sums`` of each projection and channel, and the products of some pieces."""
+        desc, channels = self.desc, self.config.channels
+        k_groups, n_groups = -(-desc.k // SCALE_GROUP), -(-self.n // SCALE_GROUP)
         for piece, of_piece, own, scale in zip(some, loaded, values, scales, strict=True):
             products = [_dot(piece, one, own) for one in of_piece]
-            if desc.is_block_scaled:
-                by_matrix = [scale * block for block in block_scales(piece, offset)]
-                products = [value * by_matrix[i // config.channels] for i, value in enumerate(products)]
+            if scale is not None:
+                block = lax.div(self.first, jnp.int32(SCALE_GROUP))
+                places = [(matrix * n_groups + block) * k_groups for matrix in self._matrices(expert)]
+                by_matrix = [scale * self.number("w_scale", self._groups(piece, offset) + place) for place in places]
+                products = [value * by_matrix[index // channels] for index, value in enumerate(products)]
             sums = tuple(a + b for a, b in zip(sums, products, strict=True))
         return sums
 
-    sums = (zero,) * (desc.projections * config.channels)
-    row_scale = None
-    many = 0  # turns of a loop over a row that is longer than a warp holds
-    if len(pieces) > MOST_PIECES:
-        many = sum(piece.vector == pieces[0].vector for piece in pieces) // CHUNK
-        some = pieces[:CHUNK]
-        step = CHUNK * pieces[0].width
-
-        def one_chunk(i, sums):
-            offset = i * step
-            loaded, values = weights(offset, some), of_row(offset, some)
-            return added(sums, offset, some, loaded, map(_wide, values), [row_scales(p, offset) for p in some])
-
-        sums = lax.fori_loop(0, _hidden(many, operands), one_chunk, sums)
-    rest = pieces[many * CHUNK :]
-    if rest:
-        loaded, values = weights(0, rest), of_row(0, rest)
-        if desc.quantization == "none":
-            values, scales = [*map(_wide, values)], [row_scales(piece, 0) for piece in rest]
-        else:
-            values, scales, row_scale = _quantized(desc, rest, values)
-        sums = added(sums, 0, rest, loaded, values, scales)
-
-    totals: list[Any] = []
-    for value in sums:
-        totals.append(simt.warp_add(value).astype(jnp.float32) if desc.accumulator == "int32" else simt.warp_sum(value))
-    if row_scale is None and desc.lhs_scale in ("row", "tensor"):
-        row_scale = number("x_scale", nothing + (row if desc.lhs_scale == "row" else 0))
-    for channel in range(config.channels):
-        column = warp + (first + channel * WARPS)
-        values = []
-        for matrix, value in zip(matrices, totals[channel :: config.channels], strict=True):
-            if row_scale is not None:
-                value = value * row_scale
-            if desc.rhs_scale in ("channel", "tensor"):
-                place = column + matrix * n if desc.rhs_scale == "channel" else nothing + matrix
-                value = value * number("w_scale", place)
-            values.append(value if desc.bias_dtype is None else value + number("bias", column + matrix * n))
-        value = values[0] if desc.activation is None else desc.activation(*values)
-        _store(desc, operands, out, column + (tile * desc.n + start), value, lane == 0)
+    def _finished(self, tile: Scalar, expert: Scalar, sums: tuple[Value, ...], row_scale: Value | None) -> list[Value]:
+        """Each channel of a row from the sums of its lanes."""
+        desc, channels = self.desc, self.config.channels
+        of_lanes = simt.warp_add if desc.accumulator == "int32" else simt.warp_sum
+        totals = [of_lanes(value).astype(jnp.float32) for value in sums]
+        found = []
+        for channel, column in enumerate(self.columns):
+            values = []
+            for matrix, value in zip(self._matrices(expert), totals[channel::channels], strict=True):
+                value = value if row_scale is None else value * row_scale
+                if desc.rhs_scale in ("channel", "tensor"):
+                    of_channel = column + matrix * self.n
+                    place = of_channel if desc.rhs_scale == "channel" else self.nothing + matrix
+                    value = value * self.number("w_scale", place)
+                if desc.bias_dtype is not None:
+                    value = value + self.number("bias", column + matrix * self.n)
+                values.append(value)
+            found.append(values[0] if desc.activation is None else desc.activation(*values))
+        return found
 
 
-def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, value: Value, mask: Value) -> None:
+def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, value: Value) -> None:
+    """What every lane of a warp has, by its first."""
+    thread = simt.thread_index()
     if desc.requantize == "tensor":
         value = value.astype(jnp.bfloat16).astype(jnp.float32) if desc.is_rounded_first else value
         bits = simt.e4m3_bits(value * reciprocal(operands["out_scale"][0]))
@@ -199,7 +270,7 @@ def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, val
         bits = lax.bitcast_convert_type(value, jnp.int32)
     else:
         bits = simt.half_bits(value, desc.out_dtype)
-    simt.store_bits(out, index, bits, mask, _BYTES[desc.stored_dtype])
+    simt.store_bits(out, index, bits, (thread & (LANES - 1)) == 0, jnp.dtype(desc.stored_dtype).itemsize)
 
 
 def _quantized(
@@ -256,16 +327,6 @@ def _over_group(piece: Piece, bits: Value) -> Value:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _hidden(number: int, operands: dict[str, Ref]) -> Value:
-    """``number``, which LLVM does not know and so unrolls no loop of so many turns."""
-    return lax.min(jnp.int32(number), operands["num_tiles"][0] + number)
-
-
-def _lane_and_warp() -> tuple[Value, Value]:
-    thread = simt.thread_index()
-    return thread & (LANES - 1), lax.shift_right_logical(thread, jnp.full_like(thread, 5))
-
-
 def _layout(piece: Piece) -> Layout:
     """Of weights (4, width), a row a warp, neighbouring columns a lane; without its rows, of one row in all warps."""
     tiling = plgpu.Tiling(((WARPS, piece.width), (piece.vector,)))
@@ -291,8 +352,11 @@ def _dot(piece: Piece, weights: Value, row: Value) -> Value:
 
 
 def _dot_float32(a: ir.Value, b: ir.Value) -> ir.Value:
-    products = [arith.mulf(x, y) for x, y in zip(_elements(a), _elements(b), strict=True)]
-    return arith.bitcast(simt.integer(32), functools.reduce(arith.addf, products))
+    (x, y), *others = zip(_elements(a), _elements(b), strict=True)
+    total = arith.mulf(x, y)
+    for x, y in others:
+        total = llvm.intr_fma(x, y, total)
+    return arith.bitcast(simt.integer(32), total)
 
 
 def _dot_int8(a: ir.Value, b: ir.Value) -> ir.Value:

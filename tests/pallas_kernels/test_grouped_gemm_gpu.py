@@ -134,6 +134,31 @@ def test_single_rows_that_are_quantized_first(quantization, k, given):
     np.testing.assert_array_equal(np.asarray(jax.jit(alone)(x, w)), np.asarray(jax.jit(of_codes)(x, w)))
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("k", [768, 2048, 14336])
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_rows_added_up(kind, k, is_shared):
+    """One token's rows in another order than its slots, one slot without a row, and NaN in a tile of no slot."""
+    problem = make_problem(kind, [1, 0, 1, 1, 1], k=k, n=208, block_m=1, spare_tiles=1, bias="float32", padding=np.nan)
+    arrays, static = problem.split()
+    static["out_dtype"] = jnp.float32
+    row_of = jnp.asarray([[2, -1, 0, 3, 1]], jnp.int32)
+    slot_weights = jnp.asarray([[0.5, 9.0, 0.25, -0.75, 1.5]], jnp.float32)
+    shared = jnp.full((1, 208), 3.0, jnp.bfloat16) if is_shared else None
+
+    def added_up(args, arrays, *given):
+        row_of, slot_weights, shared = given
+        options: Any = dict(row_of=row_of, slot_weights=slot_weights, shared=shared, implementation="hopper")
+        return grouped_gemm(*args, **arrays, **static, **options)
+
+    found = jax.jit(added_up)(problem.args, arrays, row_of, slot_weights, shared)
+    expected = np.asarray([0.25, 1.5, 0.5, -0.75]) @ problem.expected[:4] + (3.0 if is_shared else 0.0)
+    magnitude = np.asarray([0.25, 1.5, 0.5, 0.75]) @ np.abs(problem.expected[:4]).max(axis=1) + 3.0
+    bound = gemm_tolerance(kind, jnp.float32, tensor_core=True).bound(magnitude)
+    assert found.shape == (1, 208)
+    assert np.abs(np.asarray(found)[0] - expected).max() <= bound
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_token_in_all_tiles(kind):
     """Unpermuted: the bits of a row for each tile."""

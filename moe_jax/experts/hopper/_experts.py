@@ -4,6 +4,8 @@
     rows is local and tiles are high, their requantization) -> else requantization of the rows -> grouped GEMM 2
     (scales, bias) -> combine in float32
 
+A token by itself has tiles of one row: grouped GEMM 2 then quantizes the rows that it takes, and adds them up.
+
 Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
 themselves, quantized in the launch that routes and aligns them where the layer quantizes them.
 
@@ -76,8 +78,7 @@ def forward(
         y = of_tokens(rows) if addend is None else of_tokens(rows) + of_tokens(addend)
         return y.astype(out_dtype)
     x, x_scale = _quantized(x, plan, weights, kernels)
-    rows = Experts(config, weights, plan, tiles, kernels)(x, x_scale)
-    return combine(rows, tiles.row_of, topk_weights, out_dtype=jnp.dtype(out_dtype), implementation=beside)
+    return Experts(config, weights, plan, tiles, kernels).summed(x, x_scale, topk_weights, None, out_dtype)
 
 
 def forward_layer(
@@ -109,11 +110,12 @@ def forward_layer(
         tokens=_to_quantize(x, plan, weights),
         implementation=beside_products(kernels),
     )
-    rows = Experts(config, weights, plan, routed.tiles, kernels)(
-        x if routed.codes is None else routed.codes, routed.scales
-    )
-    y = RoutedRows(rows, routed.tiles.row_of, routed.weights, shared)
-    y = y.whole(x.dtype, beside_products(kernels)) if is_combined else y
+    experts = Experts(config, weights, plan, routed.tiles, kernels)
+    tokens = (x if routed.codes is None else routed.codes), routed.scales
+    if is_combined or plan.adds_up:
+        y = experts.summed(*tokens, routed.weights, shared, x.dtype)
+    else:
+        y = RoutedRows(experts(*tokens), routed.tiles.row_of, routed.weights, shared)
     return y, routed.ids, routed.tiles.group_sizes
 
 
@@ -231,11 +233,25 @@ class Experts:
     tiles: TileMap
     kernels: str
 
-    def __call__(self, x: Array, x_scale: Array | None) -> Array:
-        """x: tokens (T, H), or with ``x_scale`` their codes. Returns (Mp, H) in the layer's dtype."""
+    def __call__(self, x: Array, x_scale: Array | None, **options: Any) -> Array:
+        """x: tokens (T, H), or with ``x_scale`` their codes. Returns (Mp, H) in the layer's dtype. options: of grouped
+        GEMM 2."""
         rows, row_scale = self._input_rows(x, x_scale)
         hidden, hidden_scale = self._hidden_rows(rows, row_scale)
-        return self._product(1)(hidden, x_scale=hidden_scale)
+        return self._product(1)(hidden, x_scale=hidden_scale, **options)
+
+    def summed(
+        self, x: Array, x_scale: Array | None, weights: Array, shared: Array | None, out_dtype: DTypeLike
+    ) -> Array:
+        """(T, H): the rows of each token times its ``weights`` (T, top_k), and ``shared`` (T, H), added up in float32.
+
+        Where GEMM 2 adds them up, they are not rounded in between.
+        """
+        row_of = self.tiles.row_of
+        if self.plan.adds_up:
+            return self(x, x_scale, row_of=row_of, slot_weights=weights, shared=shared, out_dtype=out_dtype)
+        rows, beside = self(x, x_scale), beside_products(self.kernels)
+        return combine(rows, row_of, weights, shared=shared, out_dtype=jnp.dtype(out_dtype), implementation=beside)
 
     def adapted(self, x: Array) -> tuple[Array, Array | None]:
         """Tokens (T, H) -> the rows of the experts (Mp, H), and what the adapter of w2 adds to them, or None.

@@ -53,6 +53,11 @@ class Plan:
     hidden_dtype: str | None = None
 
     @property
+    def adds_up(self) -> bool:
+        """Whether GEMM 2 adds up the rows of a token."""
+        return bool(getattr(self.products[1], "top_k", 0))
+
+    @property
     def hidden_quantization(self) -> str:
         """How GEMM 2 quantizes the hidden rows that it takes; "none" where somebody else has."""
         return getattr(self.products[1], "quantization", "none")
@@ -87,7 +92,7 @@ def make_plan(
         return _adapted_plan(config, weights, key, num_tokens)
     products = functools.partial(_products, config, weights, key)
     if num_tokens == 1 and not are_quantized and config.pinned_tokens is None and isinstance(key, LayerKey):
-        found = _vector_plan(config, weights, key, *products(1, VectorConfig.block_m), may_stay=may_stay)
+        found = _vector_plan(config, weights, key, may_stay=may_stay)
         if found is not None:
             return found
 
@@ -127,16 +132,18 @@ def make_plan(
     return plan(block_m, configs, source)
 
 
-def _vector_plan(
-    config: MoEConfig, weights: ExpertWeights, key: LayerKey, first: GemmDesc, second: GemmDesc, *, may_stay: bool
-) -> Plan | None:
+def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, may_stay: bool) -> Plan | None:
     """One token in tiles of one row; None where no kernel multiplies so. No table holds such calls.
 
-    GEMM 2 quantizes its hidden rows itself where their scales are their own and a warp holds a row.
+    GEMM 2 adds up the rows of the experts. It quantizes its hidden rows itself where their scales are their own and a
+    warp holds a row.
     """
+    first, second = _products(config, weights, key, 1, VectorConfig.block_m)
+    assert isinstance(first, GemmDesc) and isinstance(second, GemmDesc), "of plain weights"
     kind = _unpermuted_kind(config, weights, 1, VectorConfig.block_m) if may_stay else None
     requantize = "tensor" if key.requantize == "tensor" else "none"
     first = dataclasses.replace(first, unpermuted_rows=int(kind is not None), requantize=requantize)
+    second = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
     of_rows = str(row_kind(weights.scheme))
     has_own_scales = key.lhs_scale in ("row", "group")
     if has_own_scales:

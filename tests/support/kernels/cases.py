@@ -28,7 +28,6 @@ from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm.packed.dense_config import DenseDesc
 from pallas_kernels.grouped_gemm.packed.dense_sm90 import dequantize_sm90
 from pallas_kernels.grouped_gemm.packed.heuristics import choose_config as choose_packed_config
-from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 from pallas_kernels.grouped_gemm.wgrad import WgradDesc
 from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
 from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
@@ -116,6 +115,9 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> C
         "tile_rows": tiles,
         "before": ((desc.rows, desc.pulled_projections * desc.n), desc.dtype),
         "row_weights": ((desc.rows,), "float32"),
+        "row_of": ((desc.num_tokens, desc.top_k), "int32"),
+        "slot_weights": ((desc.num_tokens, desc.top_k), "float32"),
+        "shared": ((desc.num_tokens, desc.n), desc.shared_dtype or "float32"),
     }
     for index, n in enumerate(desc.widths):  # of several weights that lie apart
         own = {"tensor": (1,), "channel": (1, n)}.get(desc.rhs_scale, (1, -(-n // 128), groups_k))
@@ -134,8 +136,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> C
 
 
 def _case_of_operands(name: str, desc: Any, config: Any, shapes: dict[str, Shape], instruction: str | None) -> Case:
-    build: Any = grouped_gemv_sm90 if isinstance(config, VectorConfig) else grouped_gemm_sm90
-    kernel, names = build(desc, config), desc.operand_names
+    kernel, names = grouped_gemm_sm90(desc, config), desc.operand_names
     function = lambda *arrays: kernel(dict(zip(names, arrays, strict=True)))  # noqa: E731
     return Case(name, function, tuple(shapes[n] for n in names), instruction)
 
@@ -457,6 +458,18 @@ def vector_cases() -> Iterator[Case]:
     ):
         desc = dataclasses.replace(gemm(name), rows=8, quantization=kind)
         yield gemm_case(f"{name} of rows in {kind}", desc, candidates(desc, 1, H200_SMS)[0])
+    for name, kind, k in (
+        ("bf16", "none", 768),
+        ("bf16", "none", 14336),
+        ("fp8 row", "e4m3_row", 768),
+        ("fp8 block", "e4m3_group", 2048),
+        ("fp8 block, bias", "e4m3_group", 2880),
+        ("fp8 tensor", "none", 768),
+        ("int8 row", "int8_row", 2048),
+    ):
+        summed: dict[str, Any] = dict(rows=8, n=2048, k=k, quantization=kind, num_tokens=1, top_k=8)
+        desc = dataclasses.replace(gemm(name), **summed, shared_dtype="bfloat16")
+        yield gemm_case(f"{name} added up, K {k}", desc, candidates(desc, 1, H200_SMS)[0])
     widths = (4096, 512, 512)
     apart: dict[str, Any] = dict(num_experts=1, widths=widths, n=sum(widths), k=2048, rows=1, unpermuted_rows=1)
     for name in ("bf16", "fp8 block, bias", "fp8 row", "int8 row"):
