@@ -150,11 +150,9 @@ class _Weight:
             loaded = [self._weights(expert, 0, rest) for _, expert in some]
             for (tile, expert), own in zip(some, loaded, strict=True):
                 total = self._of_long_row(tile, expert, turns)
-                scale = None
-                if rest:
-                    values, scales, scale = self._row(tile, 0, rest)
-                    total = self._added(total, expert, 0, rest, own, values, scales)
-                sums.append(self._finished(tile, expert, total, scale))
+                values, scales, scale = self._row(tile, 0, rest)
+                total = self._added(total, expert, 0, rest, own, values, scales)
+                sums.append(self._finished(expert, total, scale))
         return sums
 
     def _of_long_row(self, tile: Scalar, expert: Scalar, turns: int) -> tuple[Value, ...]:
@@ -239,7 +237,7 @@ class _Weight:
             sums = tuple(a + b for a, b in zip(sums, products, strict=True))
         return sums
 
-    def _finished(self, tile: Scalar, expert: Scalar, sums: tuple[Value, ...], row_scale: Value | None) -> list[Value]:
+    def _finished(self, expert: Scalar, sums: tuple[Value, ...], row_scale: Value | None) -> list[Value]:
         """Each channel of a row from the sums of its lanes."""
         desc, channels = self.desc, self.config.channels
         of_lanes = simt.warp_add if desc.accumulator == "int32" else simt.warp_sum

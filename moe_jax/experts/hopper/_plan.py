@@ -135,20 +135,20 @@ def make_plan(
 def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, may_stay: bool) -> Plan | None:
     """One token in tiles of one row; None where no kernel multiplies so. No table holds such calls.
 
-    GEMM 2 adds up the rows of the experts. It quantizes its hidden rows itself where their scales are their own and a
-    warp holds a row.
+    GEMM 2 quantizes its hidden rows itself where their scales are their own and a warp holds a row. Else it adds up the
+    rows of the experts: with both, a warp would quantize every row for the few columns that it has.
     """
     first, second = _products(config, weights, key, 1, VectorConfig.block_m)
     assert isinstance(first, GemmDesc) and isinstance(second, GemmDesc), "of plain weights"
     kind = _unpermuted_kind(config, weights, 1, VectorConfig.block_m) if may_stay else None
     requantize = "tensor" if key.requantize == "tensor" else "none"
     first = dataclasses.replace(first, unpermuted_rows=int(kind is not None), requantize=requantize)
-    second = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
-    of_rows = str(row_kind(weights.scheme))
     has_own_scales = key.lhs_scale in ("row", "group")
-    if has_own_scales:
-        alone = dataclasses.replace(second, quantization=of_rows)
-        second = second if plain_gemm.config_error(alone, VectorConfig(1)) else alone
+    quantizing = dataclasses.replace(second, quantization=str(row_kind(weights.scheme)))
+    if has_own_scales and plain_gemm.config_error(quantizing, VectorConfig(1)) is None:
+        second = quantizing
+    else:
+        second = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
     # float16 rows might overflow before they are requantized.
     hidden_dtype = "float32" if has_own_scales and config.dtype.name == "float16" else None
     if hidden_dtype:
