@@ -13,7 +13,6 @@ WARPS = 4  # of a CTA
 LANES = 32  # of a warp
 CHUNK = 4  # loads of a weight row that are under way together where a row takes more than ``MOST_PIECES``
 MOST_PIECES = 8  # of a row that a warp holds at once
-_MOST_QUANTIZED = 8  # loads of a row that a warp quantizes, all of which it holds
 MOST_LOADS = 16  # of a warp's weight rows that are under way together: 64 registers a thread
 _CHANNELS = (4, 2, 1)
 
@@ -83,8 +82,8 @@ def vector_error(desc: GemmDesc, config: VectorConfig) -> str | None:
         return "the sum of rows: of one token, neither requantized nor of weights side by side"
     if desc.requantize == "group":
         return "requantize='group' of single rows: the columns of a group lie in several CTAs"
-    if desc.quantization != "none" and len(pieces_of_row(desc.k, desc.dtype)) > _MOST_QUANTIZED:
-        return f"K={desc.k}: a warp that quantizes its row holds {_MOST_QUANTIZED} loads of it"
+    if desc.quantization != "none" and len(pieces_of_row(desc.k, desc.dtype)) > MOST_PIECES:
+        return f"K={desc.k}: a warp that quantizes its row holds {MOST_PIECES} loads of it"
     return None
 
 

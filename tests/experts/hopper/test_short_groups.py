@@ -118,7 +118,8 @@ def test_xla():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tiles", "requantized"), [(1, 16, False), (64, 16, False), (1024, 48, False), (8192, 128, True)]
+    ("tokens", "tiles", "requantized"),
+    [(1, None, False), (3, 16, False), (64, 16, False), (1024, 48, False), (8192, 128, True)],
 )
 def test_gpt_oss_has_kernels_for_everything(tokens, tiles, requantized):
     """No rows are left to XLA, and few of them take tiles of few rows."""
@@ -127,7 +128,8 @@ def test_gpt_oss_has_kernels_for_everything(tokens, tiles, requantized):
     with on_hopper():
         text = explain(config, weights, tokens)
         plan = hopper_plan.make_plan(config, weights, tokens)
-    assert "by XLA" not in text and f"GEMM 1: {tiles} x 2 x " in text
+    of_first = "matrix times vector" if tiles is None else f"{tiles} x 2 x "
+    assert "by XLA" not in text and f"GEMM 1: {of_first}" in text
     assert (plan.requantize == "group") == requantized
 
 

@@ -1,0 +1,115 @@
+"""A token by itself: tiles of one row, products that quantize and add up rows, against the float64 judge."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moe_jax.experts.hopper import _experts as hopper_experts
+from moe_jax.experts.hopper import _plan as hopper_plan
+from moe_jax.experts.hopper._kernel_layout import to_kernel_layout
+from moe_jax.quantization import method_for
+from tests.support.cases import experts as cases
+from tests.support.oracles.layer_judge import assert_layer_close
+
+SCHEMES = (
+    "bf16",
+    "fp8_tensor",
+    "fp8_tensor_static",
+    "fp8_tensor_token",
+    "fp8_channel",
+    "fp8_block",
+    "fp8_block_ue8m0",
+    "int8_w8a8",
+)
+QUANTIZE = {
+    "fp8_tensor_token": "e4m3_row",
+    "fp8_channel": "e4m3_row",
+    "fp8_block": "e4m3_group",
+    "fp8_block_ue8m0": "e4m3_group_ue8m0",
+    "int8_w8a8": "int8_row",
+}
+
+SIZES = dict(dtype="bfloat16", hidden_size=512, intermediate_size=320)
+
+
+def make_layer(scheme, **options):
+    stored = dict(param_dtype="float32" if scheme != "bf16" else options.get("dtype", "bfloat16"))
+    config = cases.make_config(scheme, **SIZES | stored | options)
+    return config, cases.make_stored_weights(config)
+
+
+def check(scheme, kernels, **options):
+    """From ids, one slot without an expert; and from logits, with a shared output, masked or not."""
+    config, weights = make_layer(scheme, **options)
+    plan = hopper_plan.make_plan(config, weights, 1, kernels)
+    assert plan.block_m == 1
+    x = cases.make_tokens(3, config, dtype=config.dtype.name)[2:]
+    p, ids = cases.make_routing(3)
+    p, ids = jnp.where(jnp.isfinite(p), p, 0.5)[2:], ids[2:].at[0, 0].set(-1)
+    p = jnp.where(ids >= 0, p, 0.0)
+    run = jax.jit(functools.partial(hopper_experts.forward, config, kernels=kernels))
+    y = np.asarray(run(x, p, ids, weights))
+    judge = functools.partial(assert_layer_close, weights=weights, config=config, on_gpu=kernels == "hopper")
+    judge(y, x, p, ids)
+
+    z = jnp.asarray(np.random.default_rng(3).standard_normal((1, cases.E)), jnp.float32)
+    shared = jnp.ones((1, config.hidden_size), x.dtype)
+    layer = jax.jit(functools.partial(hopper_experts.forward_layer, config, kernels=kernels))
+    routed, ids, sizes = layer(x, z, weights, None, None, None)
+    with_shared, *_ = layer(x, z, weights, None, None, shared)
+    masked, _, of_masked = layer(x, z, weights, None, jnp.zeros(1, bool), shared)
+    chosen = jnp.take_along_axis(jax.nn.softmax(z), ids, axis=1)
+    judge(routed, x, chosen / chosen.sum() if config.renormalize else chosen, ids)
+    assert sizes.sum() == config.top_k and not of_masked.any()
+    spacing = float(jnp.finfo(x.dtype).eps) * (1 + np.abs(np.asarray(routed, np.float64)).max())
+    difference = np.asarray(with_shared, np.float64) - np.asarray(routed, np.float64)
+    assert np.abs(difference - 1).max() <= 2 * spacing
+    np.testing.assert_array_equal(np.asarray(masked, np.float64), 1.0)
+
+
+ALL = [dict(), dict(has_bias=True, activation="swigluoai"), dict(dtype="float16"), dict(intermediate_size=1152)]
+IDS = ["plain", "bias", "float16", "long"]
+
+
+@pytest.mark.parametrize("options", ALL, ids=IDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.sample(5)
+def test_plumbing_on_kernel_references(scheme, options):
+    check(scheme, "reference", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ALL, ids=IDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gpu(scheme, options):
+    check(scheme, "hopper", **options)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_who_quantizes_and_who_adds_up(scheme):
+    """GEMM 2 quantizes short hidden rows; where it does not, it adds rows up."""
+    for columns, is_short in ((768, True), (1024, True), (1152, False), (14336, False)):
+        config = cases.make_config(scheme, **SIZES | dict(intermediate_size=columns, param_dtype="bfloat16"))
+        weights = method_for(config.scheme).abstract_weights(config)
+        plan = hopper_plan.make_plan(config, weights, 1, "reference")
+        expected = QUANTIZE.get(scheme, "none") if is_short else "none"
+        assert plan.hidden_quantization == expected and plan.adds_up == (expected == "none")
+        assert plan.requantize == ("tensor" if scheme == "fp8_tensor_static" else "none")
+
+
+@pytest.mark.parametrize("change", [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=528)])
+def test_who_has_tiles_of_several_rows(change):
+    """Calls whose tiles are pinned, and rows that no load of a warp divides."""
+    config = cases.make_config("bf16", **SIZES | dict(param_dtype="bfloat16") | change)
+    weights = method_for(config.scheme).abstract_weights(config)
+    assert hopper_plan.make_plan(config, weights, 1, "reference").block_m > 1
+
+
+def test_more_tokens_and_packed_weights():
+    config, weights = make_layer("fp8_channel")
+    assert hopper_plan.make_plan(config, weights, 2, "reference").block_m > 1
+    config, weights = make_layer("w4a16_g128")
+    assert hopper_plan.make_plan(config, to_kernel_layout(weights, config), 1, "reference").block_m > 1
