@@ -151,23 +151,26 @@ class TestFinetune:
         ]
         assert files[0] == files[1]
 
-    def run(self, out, options, **env):
+    def run(self, out, options, *directory, **env):
         """The example in a process of its own, as the documentation has it."""
-        command = [sys.executable, str(EXAMPLES / "finetune_lora.py"), "--out", str(out), *options.split()]
+        script = str(EXAMPLES / "finetune_lora.py")
+        command = [sys.executable, script, *map(str, directory), "--out", str(out), *options.split()]
         inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
         subprocess.run(command, env=inherited | env, check=True, stdout=subprocess.DEVNULL)
 
-    def test_the_next_command_compiles_nothing(self, tmp_path):
+    def test_the_next_command_compiles_nothing(self, tiny, tmp_path):
         """What it compiled anew might sum in another order on a GPU."""
+        quickly = dict(JAX_DISABLE_MOST_OPTIMIZATIONS="true")
 
         def programs():
             return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "programs").glob("*-cache")}
 
-        options = "--layers 1 --batch-size 1 --accumulate 1 --length 16 --save-every 1 --schedule-steps 2 --steps"
-        self.run(tmp_path, f"{options} 1")
+        options = "--quantize w4a16_g32 --rank 4 --batch-size 1 --accumulate 1 --length 16 --save-every 1"
+        options += " --schedule-steps 2 --steps"
+        self.run(tmp_path, f"{options} 1", tiny, **quickly)
         before = programs()
         assert any(name.startswith("jit_step-") for name in before)
-        self.run(tmp_path, f"{options} 2")
+        self.run(tmp_path, f"{options} 2", tiny, **quickly)
         assert programs() == before
 
     @pytest.mark.gpu

@@ -14,15 +14,23 @@ class Detokenizer:
     Args:
         decode: ids -> text.
         byte_tokens: ids of single bytes, of which a whole run decides whether it is text; held back to its end.
+        is_left_out: id -> whether ``decode`` does as if it were not there, so that it ends no run of bytes.
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], byte_tokens: Collection[int] = ()):
-        self._decode, self._byte_tokens = decode, byte_tokens
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        byte_tokens: Collection[int] = (),
+        is_left_out: Callable[[int], bool] = lambda token: False,
+    ):
+        self._decode, self._byte_tokens, self._is_left_out = decode, byte_tokens, is_left_out
         self._told: list[int] = []  # tokens of the last piece
         self._new: list[int] = []  # tokens whose text is not told yet
 
     def add(self, token: int) -> str:
         """The next piece of text; "" while nothing is certain."""
+        if self._is_left_out(token):
+            return ""
         self._new.append(token)
         if token in self._byte_tokens:
             return ""

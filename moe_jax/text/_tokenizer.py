@@ -32,6 +32,8 @@ class Tokenizer:
         self.backend = _load(directory)
         vocabulary = self.backend.get_vocab() if "ByteFallback" in repr(self.backend.decoder) else {}
         self._byte_tokens = frozenset(i for token, i in vocabulary.items() if _BYTE_TOKEN.fullmatch(token))
+        added = self.backend.get_added_tokens_decoder()
+        self._special_tokens = frozenset(i for i, token in added.items() if token.special)
 
     def encode(self, text: str, where: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text. where: its place, for errors.
@@ -58,7 +60,11 @@ class Tokenizer:
         def decode(ids: list[int]) -> str:
             return self.decode(ids, skip_special_tokens=skip_special_tokens)
 
-        return Detokenizer(decode, self._byte_tokens)
+        def is_left_out(token: int) -> bool:
+            is_skipped = skip_special_tokens and token in self._special_tokens
+            return is_skipped or self.backend.id_to_token(token) is None  # tables of models may have more rows
+
+        return Detokenizer(decode, self._byte_tokens, is_left_out)
 
     def token_id(self, text: str) -> int | None:
         """The id of a token by its text; None for a text that is no token."""

@@ -45,7 +45,7 @@ def test_greedy_tokens_are_those_of_transformers(case, name):
 
 def test_draws_do_not_depend_on_the_batch(case):
     """The prompt's index and its own tokens decide, or its seed; settings stay with their prompts."""
-    model, prompts = case("qwen3_linear").model, prompts_of(3, 11, 1, 7, 18)
+    model, prompts = case("qwen3_linear").model, prompts_of(3, 11, 1, 7, 15)
     params = [SamplingParams(temperature=1.5, seed=5, max_tokens=n, presence_penalty=0.5) for n in (2, 7, 3, 9, 4)]
     options = dict(max_new_tokens=9, sampling_params=params)
     made = generate(model, prompts, batch_size=2, **options)
@@ -55,11 +55,11 @@ def test_draws_do_not_depend_on_the_batch(case):
         for p, q in zip(prompts, params, strict=True)
     ]
     drawn = [
-        generate(model, prompts, batch_size=size, max_new_tokens=5, temperature=2.0, rng=jax.random.key(3))
-        for size in (1, 4)
+        generate(model, prompts, batch_size=size, max_new_tokens=9, temperature=2.0, rng=jax.random.key(3))
+        for size in (1, 2)
     ]
     assert drawn[0] == drawn[1]
-    same = generate(model, [prompts[0]] * 4, batch_size=4, max_new_tokens=5, temperature=2.0, rng=jax.random.key(3))
+    same = generate(model, [prompts[0]] * 4, batch_size=2, max_new_tokens=9, temperature=2.0, rng=jax.random.key(3))
     assert len({tuple(answer) for answer in same}) > 1
 
 
@@ -97,7 +97,7 @@ def compilations():
 def test_eight_programs_for_any_lengths(tmp_path, compilations):
     """Every bucket from 16 to 1024 and beyond, prompts longer than a call may be, and some that begin alike; a second
     file of other lengths in the same buckets compiles nothing."""
-    write_checkpoint("mixtral", tmp_path, max_position_embeddings=2048)
+    write_checkpoint("mixtral", tmp_path, max_position_embeddings=2048, num_hidden_layers=1)
     model = moe_jax.load_pretrained(tmp_path, dtype="float32", max_num_batched_tokens=512)
     lengths = [5, 17, 33, 70, 130, 260, 520, 1100, 3, 2, 1]
 

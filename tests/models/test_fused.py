@@ -98,8 +98,9 @@ def test_generate_and_gradients(case, calls):
     made = [moe_jax.generate(model, [[1, 2, 3, 4, 5], [6, 7]], max_new_tokens=4) for model in models]
     assert made[0] == made[1] and "rotate_and_store" in calls
     assert "router" in calls
-    made = [moe_jax.generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=4) for model in models]
-    np.testing.assert_array_equal(*made)
+    del calls[:]
+    one_row = moe_jax.generate(models[0], [[1, 2, 3, 4, 5]], max_new_tokens=4)
+    np.testing.assert_array_equal(one_row, made[1][:1])
     assert "router" in calls
 
     def loss(model):
@@ -156,19 +157,20 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
     """Logits, statistics and gradients are XLA's, with and without ``remat``."""
     directory, ids = case(name).directory, jnp.arange(8).reshape(2, 4) % VOCAB
     ours, theirs = (moe_jax.load_pretrained(directory, dtype="float32", attention=one) for one in ("auto", "xla"))
-    expected, wanted = theirs(ids, return_stats=True)
+    score = jax.jit(lambda model, ids, **inputs: model(ids, return_stats=True, **inputs))
+    expected, wanted = score(theirs, ids)
 
     def loss(model, **options):
         return model(ids, **options)[0, -1, :7].sum()
 
     mask = np.arange(4) >= [[1], [4]]
-    masked, wanted_masked = theirs(ids, attention_mask=mask, return_stats=True)
+    masked, wanted_masked = score(theirs, ids, attention_mask=mask)
     gradients, of_masked = (
         jax.tree.leaves(jax.jit(nnx.grad(functools.partial(loss, **options)))(theirs))
         for options in ({}, dict(attention_mask=mask))
     )
     monkeypatch.setattr(_choice, "choose", lambda problem: (_Leaving(), []))
-    found, stats = ours(ids, return_stats=True)
+    found, stats = score(ours, ids)
     assert ("experts" in calls) == (name not in OTHERS)
     assert_logits_close(np.asarray(found), np.asarray(expected))
     for name in ("topk_ids", "load"):
@@ -178,7 +180,7 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
         found = jax.tree.leaves(jax.jit(nnx.grad(functools.partial(loss, **options)))(ours))
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    found, stats = ours(ids, attention_mask=mask, return_stats=True)
+    found, stats = score(ours, ids, attention_mask=mask)
     assert_logits_close(np.asarray(found)[mask], np.asarray(masked)[mask])
     for name in ("topk_ids", "load"):
         np.testing.assert_array_equal(getattr(stats, name), getattr(wanted_masked, name))
@@ -387,7 +389,8 @@ def test_projections_of_latent_attention(case, calls, monkeypatch, rank):
             matrix = method_for(scheme).quantize_matrix(module.weight[...].astype(jnp.float32))
             module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
         del calls[:]
-        found.append(np.asarray(model(jnp.arange(12).reshape(2, 6) % VOCAB, cache=model.init_cache(2, 8))[0]))
+        answer = jax.jit(lambda model, ids, cache: model(ids, cache=cache)[0])  # a new one, traced with this backend
+        found.append(np.asarray(answer(model, jnp.arange(12).reshape(2, 6) % VOCAB, model.init_cache(2, 8))))
         assert ("add_and_norm" in calls) == (attention == "auto")
         into = side_by_side(model.layers[0].self_attn._into(), jnp.ones((2, 256), jnp.bfloat16), jnp.bfloat16)
         assert (into is not None) == isinstance(backend, _Joining)

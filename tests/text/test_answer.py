@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from moe_jax.text._answer import Answer, Detokenizer
+from moe_jax.text._tokenizer import Tokenizer as Ours
 
 LETTERS = ("a", "b", "c", "bc", "\N{REPLACEMENT CHARACTER}")
 
@@ -100,8 +101,6 @@ KINDS = {f.__name__: f for f in (byte_level, sentencepiece, metaspace, wordpiece
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request, tmp_path_factory):
-    from moe_jax.text._tokenizer import Tokenizer as Ours
-
     directory = tmp_path_factory.mktemp(request.param)
     KINDS[request.param]().save(str(directory / "tokenizer.json"))
     return Ours(directory)
@@ -132,7 +131,7 @@ def first_stop(text, stops):
 def test_any_cut_of_tokens_gives_the_text_of_all(tokenizer, skips, data):
     """Judged by tokenizers' decode of all ids, stop strings by a search in it; nothing shown is taken back."""
     size = tokenizer.backend.get_vocab_size()
-    ids = data.draw(st.lists(st.integers(0, size - 1), max_size=24))
+    ids = data.draw(st.lists(st.integers(0, size + 1), max_size=24))  # the last two are no tokens
     whole = tokenizer.decode(ids, skip_special_tokens=skips)
     rng = random.Random(data.draw(st.integers(0, 1000)))
     stops = []
@@ -147,6 +146,21 @@ def test_any_cut_of_tokens_gives_the_text_of_all(tokenizer, skips, data):
         expected = whole if found is None else whole[: found[1] if includes_stop else found[0]]
         assert "".join(pieces) == answer.text == expected
         assert answer.is_over == (found is not None)
+
+
+@pytest.mark.parametrize("skips, between", [(True, "</s>"), (True, None), (False, None)])
+def test_what_is_left_out_ends_no_run_of_bytes(tmp_path, skips, between):
+    """C2 80 is a character and C2 80 80 are no characters, also around a skipped special token or an unknown id."""
+    sentencepiece().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Ours(tmp_path)
+    number = tokenizer.backend.get_vocab()
+    unknown = len(number)
+    ids = [number["<0xC2>"], number["<0x80>"], number[between] if between else unknown, number["<0x80>"]]
+    assert tokenizer.decode(ids, skip_special_tokens=skips) == "���"
+    answer = Answer(tokenizer.detokenizer(skip_special_tokens=skips))
+    assert [answer.add([token]) for token in ids] == [""] * 4 and answer.finish() == "���"
+    answer = Answer(tokenizer.detokenizer(skip_special_tokens=skips))
+    assert answer.add([*ids[:3], number["a"]]) == "\x80a", "a piece ends the run"
 
 
 def test_long_answers_take_linear_time(tokenizer):

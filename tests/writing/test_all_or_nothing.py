@@ -128,10 +128,11 @@ def test_a_damaged_source_leaves_nothing(model, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-# Children of one process, each killed at its own place; nothing of JAX runs before the fork, and bf16 needs no program.
+# Children of one process, each killed at its own place. It imports for all of them: moe_jax imports what a name needs
+# when the name is first used. Nothing of JAX runs before the fork, and bf16 needs no program.
 KILLED = """
 import os, signal, sys
-import moe_jax
+from moe_jax import quantize_checkpoint
 source, target, *places = sys.argv[1:]
 
 def kill(*args, **kwargs):
@@ -146,7 +147,7 @@ for place in places:
             calls.append(1)
             return kill() if len(calls) == int(count) else real(*args, **kwargs)
         setattr(os, name, patched)
-        moe_jax.quantize_checkpoint(source, target, scheme="bf16", max_shard_bytes=9000)
+        quantize_checkpoint(source, target, scheme="bf16", max_shard_bytes=9000)
         os._exit(7)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, place
     assert not os.path.exists(target), place
