@@ -147,12 +147,12 @@ class _Weight:
         at_once = max(1, MOST_LOADS // max(1, desc.projections * self.config.channels * len(rest)))
         for start in range(0, len(tiles), at_once):
             some = tiles[start : start + at_once]
-            loaded = [self._weights(expert, 0, rest) for _, expert in some]
-            for (tile, expert), own in zip(some, loaded, strict=True):
+            loaded = [(self._weights(expert, 0, rest), self._of_channels(expert)) for _, expert in some]
+            for (tile, expert), (own, of_channels) in zip(some, loaded, strict=True):
                 total = self._of_long_row(tile, expert, turns)
                 values, scales, scale = self._row(tile, 0, rest)
                 total = self._added(total, expert, 0, rest, own, values, scales)
-                sums.append(self._finished(expert, total, scale))
+                sums.append(self._finished(total, scale, of_channels))
         return sums
 
     def _of_long_row(self, tile: Scalar, expert: Scalar, turns: int) -> tuple[Value, ...]:
@@ -209,6 +209,10 @@ class _Weight:
             scale = self.number("x_scale", self.nothing + (row if desc.lhs_scale == "row" else 0))
         return [*map(_wide, given)], scales, scale
 
+    def _block_scale(self, piece: Piece, offset: Scalar, place: Scalar) -> Value:
+        """Of each lane's columns. place: of the first block of these rows of weights."""
+        return self.number("w_scale", self._groups(piece, offset) + place)
+
     def _groups(self, piece: Piece, offset: Scalar) -> Value:
         """The 128 columns of K to which each lane's belong."""
         column = self.lane * piece.vector + (offset + piece.start)
@@ -225,37 +229,54 @@ class _Weight:
         scales: list[Value | None],
     ) -> tuple[Value, ...]:
         """``sums`` of each projection and channel, and the products of some pieces."""
-        desc, channels = self.desc, self.config.channels
-        k_groups, n_groups = -(-desc.k // SCALE_GROUP), -(-self.n // SCALE_GROUP)
-        for piece, of_piece, own, scale in zip(some, loaded, values, scales, strict=True):
+        k_groups, n_groups = -(-self.desc.k // SCALE_GROUP), -(-self.n // SCALE_GROUP)
+        block = lax.div(self.first, jnp.int32(SCALE_GROUP))
+        places = [(matrix * n_groups + block) * k_groups for matrix in self._matrices(expert)]
+        factors: list[list[Value]] = []  # of each piece, by projection
+        for piece, scale in zip(some, scales, strict=True):
+            own = [] if scale is None else [scale * self._block_scale(piece, offset, place) for place in places]
+            factors.append(own)
+        for piece, of_piece, own, by_matrix in zip(some, loaded, values, factors, strict=True):
             products = [_dot(piece, one, own) for one in of_piece]
-            if scale is not None:
-                block = lax.div(self.first, jnp.int32(SCALE_GROUP))
-                places = [(matrix * n_groups + block) * k_groups for matrix in self._matrices(expert)]
-                by_matrix = [scale * self.number("w_scale", self._groups(piece, offset) + place) for place in places]
-                products = [value * by_matrix[index // channels] for index, value in enumerate(products)]
+            if by_matrix:
+                products = [value * by_matrix[i // self.config.channels] for i, value in enumerate(products)]
             sums = tuple(a + b for a, b in zip(sums, products, strict=True))
         return sums
 
-    def _finished(self, expert: Scalar, sums: tuple[Value, ...], row_scale: Value | None) -> list[Value]:
+    def _of_channels(self, expert: Scalar) -> list[tuple[Value | None, Value | None]]:
+        """(scale, bias) of each projection and channel."""
+        desc, found = self.desc, []
+        for matrix in self._matrices(expert):
+            for column in self.columns:
+                scale = bias = None
+                if desc.rhs_scale == "tensor":
+                    scale = self.number("w_scale", self.nothing + matrix)
+                if desc.rhs_scale == "channel":
+                    scale = self.number("w_scale", column + matrix * self.n)
+                if desc.bias_dtype is not None:
+                    bias = self.number("bias", column + matrix * self.n)
+                found.append((scale, bias))
+        return found
+
+    def _finished(
+        self,
+        sums: tuple[Value, ...],
+        row_scale: Value | None,
+        of_channels: list[tuple[Value | None, Value | None]],
+    ) -> list[Value]:
         """Each channel of a row from the sums of its lanes."""
         desc, channels = self.desc, self.config.channels
         of_lanes = simt.warp_add if desc.accumulator == "int32" else simt.warp_sum
-        totals = [of_lanes(value).astype(jnp.float32) for value in sums]
-        found = []
-        for channel, column in enumerate(self.columns):
-            values = []
-            for matrix, value in zip(self._matrices(expert), totals[channel::channels], strict=True):
-                value = value if row_scale is None else value * row_scale
-                if desc.rhs_scale in ("channel", "tensor"):
-                    of_channel = column + matrix * self.n
-                    place = of_channel if desc.rhs_scale == "channel" else self.nothing + matrix
-                    value = value * self.number("w_scale", place)
-                if desc.bias_dtype is not None:
-                    value = value + self.number("bias", column + matrix * self.n)
-                values.append(value)
-            found.append(values[0] if desc.activation is None else desc.activation(*values))
-        return found
+        values = []
+        for total, (scale, bias) in zip(sums, of_channels, strict=True):
+            value = of_lanes(total).astype(jnp.float32)
+            value = value if row_scale is None else value * row_scale
+            value = value if scale is None else value * scale
+            values.append(value if bias is None else value + bias)
+        return [
+            values[channel] if desc.activation is None else desc.activation(*values[channel::channels])
+            for channel in range(channels)
+        ]
 
 
 def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, value: Value) -> None:
