@@ -94,7 +94,8 @@ class Engine:
         self.batched = 8192 if options.default_graphs else min(8192, max(2048, *self.prefills))
         held = [(rows, context + new_tokens(rows, context, self.batched)) for rows, context in self.decodes]
         longest = max(self.prefills + [each for _, each in held])
-        tokens = max(self.prefills + [rows * each for rows, each in held])
+        length = max(4096, longest + 16)
+        tokens = max([length, *self.prefills, *(rows * each for rows, each in held)])  # vLLM wants room for one of length
         # Tokens are counted in blocks of 16, a few of which vLLM keeps; 1.2 is room for both.
         cache = int(1.2 * tokens * cache_bytes(config)) * int(options.layers)
         graphs = sorted({1, 2, 4, 8, *rows})
@@ -106,7 +107,7 @@ class Engine:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16",
-            max_model_len=max(4096, longest + 16),
+            max_model_len=length,
             max_num_seqs=256 if options.default_graphs else max(rows),
             max_num_batched_tokens=self.batched,
             enable_prefix_caching=False,
