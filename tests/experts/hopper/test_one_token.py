@@ -100,9 +100,12 @@ def test_who_quantizes_and_who_adds_up(scheme):
         assert plan.requantize == ("tensor" if scheme == "fp8_tensor_static" else "none")
 
 
-@pytest.mark.parametrize("change", [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=528)])
+SEVERAL = [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=528), dict(num_experts=40, top_k=33)]
+
+
+@pytest.mark.parametrize("change", SEVERAL)
 def test_who_has_tiles_of_several_rows(change):
-    """Calls whose tiles are pinned, and rows that no load of a warp divides."""
+    """Calls whose tiles are pinned, rows that no load of a warp divides, and more of them than a warp adds up."""
     config = cases.make_config("bf16", **SIZES | dict(param_dtype="bfloat16") | change)
     weights = method_for(config.scheme).abstract_weights(config)
     assert hopper_plan.make_plan(config, weights, 1, "reference").block_m > 1
