@@ -105,7 +105,8 @@ def vector_candidates(desc: GemmDesc, num_sms: int) -> list[VectorConfig]:
 
 def describe_vector(desc: GemmDesc, config: VectorConfig) -> str:
     """One line for ``explain``."""
-    quantizes = "" if desc.quantization == "none" else f", which quantize their rows ({desc.quantization})"
+    more = [f"quantize their rows ({desc.quantization})"] if desc.quantization != "none" else []
+    more += [f"add up {desc.top_k} rows"] if desc.top_k else []
     ctas = (1 if desc.top_k else desc.rows) * desc.n // config.block_n
-    quantizes += f", and add up {desc.top_k} rows" if desc.top_k else ""
-    return f"matrix times vector, {config.channels} x {desc.projections} channels a warp, {ctas} CTAs{quantizes}"
+    which = f", which {' and '.join(more)}" if more else ""
+    return f"matrix times vector, {config.channels} x {desc.projections} channels a warp, {ctas} CTAs{which}"
