@@ -2,7 +2,8 @@
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from moe_jax._config import MoEConfig
@@ -30,12 +31,19 @@ def run_autotune(args: argparse.Namespace, timer: Timer | None = None) -> int:
     mesh: dict[str, int] = dict.fromkeys(_AXES, 1)
     if args.mesh is not None:
         mesh |= mesh_sizes(args.mesh, "--mesh", _AXES)
-    keys = dict(_keys(args, mesh))
+    layers = {layer.key: layer for layer in _layers(args, mesh)}
     gpu = hopper_gpu()
     path = user_path(gpu.kind)
     table = update(path, gpu.kind, ())  # a file that cannot be extended is an error before anything is measured
-    cells = [(key, count) for key in keys for count in tokens if args.again or count not in table.buckets(key)]
-    left = len(keys) * len(tokens) - len(cells)
+    cells, left = [], 0
+    for layer in layers.values():
+        for count in tokens:
+            if reason := layer.refusal(count):
+                print(f"{layer.name} {count} tokens: not measured: {reason}", flush=True)
+            elif args.again or count not in table.buckets(layer.key):
+                cells.append((layer.key, count))
+            else:
+                left += 1
     missing, timer = 0, timer or GpuTimer()
     with progress_bar("tuning", unit="cell", before="compiling ...") as progress:
         for done, (key, count) in enumerate(cells):
@@ -43,7 +51,7 @@ def run_autotune(args: argparse.Namespace, timer: Timer | None = None) -> int:
             found = tune([key], [count], timer, gpu.num_sms)
             update(path, gpu.kind, found)
             missing += not found
-            print(_line(keys[key], count, found), flush=True)
+            print(_line(layers[key].name, count, found), flush=True)
             if progress is not None:
                 progress(done + 1, len(cells))
     kept = f"; {left} were there, --again measures them anew" if left else ""
@@ -66,8 +74,17 @@ def _changed(config: object) -> dict[str, object]:
     return {field.name: getattr(config, field.name) for field in fields if getattr(config, field.name) != field.default}
 
 
-def _keys(args: argparse.Namespace, mesh: dict[str, int]) -> Iterator[tuple[AnyKey, str]]:
-    """Layers as tables know them, and what to call them."""
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A layer to measure. key: as tables know it. name: what to call it. refusal: why a call of so many tokens takes
+    nothing from a table, or None."""
+
+    key: AnyKey
+    name: str
+    refusal: Callable[[int], str | None]
+
+
+def _layers(args: argparse.Namespace, mesh: dict[str, int]) -> Iterator[_Layer]:
     for config in _configs(args):
         sizes = dict(num_experts=mesh["expert"], intermediate_size=mesh["tensor"])
         for (field, parts), axis in zip(sizes.items(), _AXES, strict=True):
@@ -80,7 +97,9 @@ def _keys(args: argparse.Namespace, mesh: dict[str, int]) -> Iterator[tuple[AnyK
         if config.top_k > config.num_experts:
             raise ValueError(f"--mesh leaves {config.num_experts} experts on a device, fewer than top_k={config.top_k}")
         name = f"{config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}"
-        yield first_choice(config, "gpu").tuning_key(config), f"{name} in {config.scheme.name},"
+        backend = first_choice(config, "gpu")
+        refusal = functools.partial(backend.tuning_refusal, config)
+        yield _Layer(backend.tuning_key(config), f"{name} in {config.scheme.name},", refusal)
 
 
 def _configs(args: argparse.Namespace) -> Iterator[MoEConfig]:

@@ -177,6 +177,10 @@ class Backend(abc.ABC):
         """
         raise NotImplementedError(f"{self.name} has no configurations to measure")
 
+    def tuning_refusal(self, config: MoEConfig, num_tokens: int) -> str | None:
+        """Why a call of so many tokens takes nothing from those tables, or None. config: one that has a tuning_key."""
+        return None
+
     # -- routing and the whole layer ----------------------------------------------------------------------------------
 
     def routing_refusal(

@@ -80,3 +80,5 @@ def check_operands(shape: tuple[int, ...], row_of: jax.Array, weights: jax.Array
     expected = (row_of.shape[0], shape[1])
     if shared is not None and shared.shape != expected:
         raise ValueError(f"shared has shape {shared.shape}, expected {expected}")
+    if shared is not None and shared.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(f"shared is {shared.dtype}; expected float32, bfloat16 or float16")

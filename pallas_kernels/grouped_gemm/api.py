@@ -108,7 +108,8 @@ def grouped_gemm(
     each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
     options: Any = (activation, out_dtype, requantize, block_m, transposes_w, quantization)
     desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
-    desc = dataclasses.replace(desc, keeps_before=keeps_before, **_describe_sum(desc, **of_tokens))
+    desc = dataclasses.replace(desc, keeps_before=keeps_before)
+    desc = dataclasses.replace(desc, **_describe_sum(desc, **of_tokens))
     operands |= of_tokens
     for own in each:
         if own["w"].ndim == 3:
@@ -306,6 +307,11 @@ def describe_gemm(
     lhs_scale = _kind("x_scale", operands["x_scale"], {(): "tensor", (scaled,): "row", (k_groups, scaled): "group"})
     w_shapes = {lead: "tensor", (*lead, n): "channel", (*lead, n_groups, k_groups): "block"}
     rhs_scale = _kind("w_scale", operands["w_scale"], w_shapes)
+    if quantized_scale and (quantized_scale == "group") != (rhs_scale == "block"):
+        raise ValueError(
+            f"quantization={quantization!r} with scales of w {rhs_scale!r}; expected 'block' where x has a scale per "
+            "group, another kind where it has one per row"
+        )
     if bias is not None and bias.shape != (*lead, n):
         raise ValueError(f"bias has shape {bias.shape}, expected {(*lead, n)}")
     if requantize not in ("none", "group", "group_ue8m0", "tensor"):
@@ -348,7 +354,14 @@ def _describe_sum(
         return {}
     if desc.activation is not None:
         raise ValueError("row_of goes without an activation: rows of hidden values are not added up")
+    if desc.requantize != "none" or desc.keeps_before:
+        raise ValueError(
+            f"row_of goes without requantize and keeps_before, found requantize={desc.requantize!r} and "
+            f"keeps_before={desc.keeps_before}: the sum is the only output"
+        )
     check_operands((desc.rows, desc.n), row_of, slot_weights, shared)
+    if not row_of.size:
+        raise ValueError(f"row_of has shape {row_of.shape}, expected (T, top_k) of at least one token and one row")
     shared_dtype = None if shared is None else jnp.dtype(shared.dtype).name
     return dict(num_tokens=row_of.shape[0], top_k=row_of.shape[1], shared_dtype=shared_dtype)
 

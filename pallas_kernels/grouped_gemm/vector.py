@@ -14,6 +14,7 @@ LANES = 32  # of a warp
 CHUNK = 4  # loads of a weight row that are under way together where a row takes more than ``MOST_PIECES``
 MOST_PIECES = 8  # of a row that a warp holds at once
 MOST_LOADS = 16  # of a warp's weight rows that are under way together: 64 registers a thread
+MOST_ROWS = 32  # of a token that are added up: the code has each of them apart and grows with their square
 _CHANNELS = (4, 2, 1)
 
 
@@ -78,6 +79,8 @@ def vector_error(desc: GemmDesc, config: VectorConfig) -> str | None:
         return reason
     if desc.transposes_w or desc.pulls is not None or desc.keeps_before:
         return "single rows with transposed weights or several outputs: not built"
+    if desc.top_k and desc.rows > MOST_ROWS:
+        return f"the sum of {desc.rows} rows: at most {MOST_ROWS}"
     if desc.top_k and (desc.num_tokens > 1 or desc.widths or desc.requantize != "none"):
         return "the sum of rows: of one token, neither requantized nor of weights side by side"
     if desc.requantize == "group":
@@ -102,7 +105,8 @@ def vector_candidates(desc: GemmDesc, num_sms: int) -> list[VectorConfig]:
 
 def describe_vector(desc: GemmDesc, config: VectorConfig) -> str:
     """One line for ``explain``."""
-    quantizes = "" if desc.quantization == "none" else f", which quantize their rows ({desc.quantization})"
+    more = [f"quantize their rows ({desc.quantization})"] if desc.quantization != "none" else []
+    more += [f"add up {desc.top_k} rows"] if desc.top_k else []
     ctas = (1 if desc.top_k else desc.rows) * desc.n // config.block_n
-    quantizes += f", and add up {desc.top_k} rows" if desc.top_k else ""
-    return f"matrix times vector, {config.channels} x {desc.projections} channels a warp, {ctas} CTAs{quantizes}"
+    which = f", which {' and '.join(more)}" if more else ""
+    return f"matrix times vector, {config.channels} x {desc.projections} channels a warp, {ctas} CTAs{which}"

@@ -32,7 +32,7 @@ from moe_jax.models._layers import (
 from moe_jax.models.attention import _hopper
 from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
-from moe_jax.nn import QuantizedParam
+from moe_jax.nn import FusedMoE, QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.combine import RoutedRows
 from pallas_kernels.decode_attention.config import HEADS
@@ -185,6 +185,43 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
     for name in ("topk_ids", "load"):
         np.testing.assert_array_equal(getattr(stats, name), getattr(wanted_masked, name))
     np.testing.assert_allclose(stats.router_logits, wanted_masked.router_logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scheme", "is_added_up"), [("bf16", True), ("fp8_channel", False)])
+def test_rows_of_one_token(case, calls, monkeypatch, scheme, is_added_up):
+    """Its rows are added up by their last product, or with the next norm where that product quantizes them."""
+    sizes: Any = dict(num_layers=2, moe_layers=(0, 1), hidden_size=512, moe_intermediate_size=256)
+    config, ids = dataclasses.replace(case("qwen3").model.config, **sizes), jnp.asarray([[3]])
+    schemes = dict.fromkeys((0, 1), Scheme.parse(scheme))
+    model = Qwen3MoeForCausalLM(config, schemes=schemes, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    score = jax.jit(lambda model, mask: model(ids, attention_mask=mask, return_stats=True))
+    masks = [None, jnp.zeros((1, 1), bool)]
+
+    def gradients():
+        loss = lambda model: model(ids)[0, -1, :7].astype(jnp.float32).sum()  # noqa: E731
+        return jax.tree.leaves(jax.jit(nnx.grad(loss))(model)) if is_added_up else []
+
+    expected, wanted_gradients = [score(model, mask) for mask in masks], gradients()
+    left = []
+
+    def routed_rows(*arguments):
+        left.append(plain_routed_rows(*arguments))
+        return left[-1]
+
+    plain_routed_rows = FusedMoE.routed_rows
+    monkeypatch.setattr(FusedMoE, "routed_rows", routed_rows)
+    monkeypatch.setattr(_choice, "choose", lambda problem: (_Leaving(), []))
+    jax.clear_caches()
+    for mask, (logits, stats) in zip(masks, expected, strict=True):
+        found, found_stats = score(model, mask)
+        np.testing.assert_allclose(found, logits, atol=0.02 * np.abs(logits).max())
+        for name in ("topk_ids", "load"):
+            np.testing.assert_array_equal(getattr(found_stats, name), getattr(stats, name))
+    assert [isinstance(rows, RoutedRows) for rows, _ in left] == [not is_added_up] * 4
+    assert ("experts" in calls) == (not is_added_up)
+    for one, other in zip(gradients(), wanted_gradients, strict=True):
+        difference, other = (np.asarray(leaf, np.float64) for leaf in (one - other, other))
+        assert np.linalg.norm(difference) <= 0.02 * np.linalg.norm(other)
 
 
 def test_what_is_not_routed_with_the_norm():

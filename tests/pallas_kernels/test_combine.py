@@ -67,6 +67,8 @@ def test_wrong_calls():
     refuses(ValueError, "expected \\(Mp, H\\), \\(T, top_k\\), \\(T, top_k\\)", combine, rows, row_of, weights[:3])
     refuses(TypeError, "row_of is int32 and weights int8", combine, rows, row_of, weights.astype(jnp.int8))
     refuses(ValueError, r"shared has shape \(3, 128\)", combine, rows, row_of, weights, shared=jnp.zeros((3, 128)))
+    shared = jnp.zeros((4, 128), jnp.int32)
+    refuses(TypeError, "shared is int32; expected float32", combine, rows, row_of, weights, shared=shared)
     refuses(NotImplementedError, "hopper: needs a Hopper GPU", combine, rows, row_of, weights, implementation="hopper")
 
 

@@ -146,6 +146,45 @@ def test_wrong_calls():
     refuses(ValueError, "tiles of 64 rows", call, implementation="hopper", config=GemmConfig(128, 64, 2))
 
 
+def test_wrong_calls_that_quantize():
+    w, scales = jnp.zeros((3, 64, 256), jnp.float8_e4m3fn), dict(channel=jnp.ones((3, 64)), block=jnp.ones((3, 1, 2)))
+    tiles = jnp.zeros(4, jnp.int32), jnp.int32(4)
+
+    x = jnp.zeros((4, 256), jnp.bfloat16)
+
+    def call(quantization, x=x, scale="channel", **kwargs):
+        return grouped_gemm(x, w, *tiles, quantization=quantization, w_scale=scales[scale], **kwargs)
+
+    refuses(ValueError, "quantization='e4m3' is not one of 'none', 'e4m3_row'", call, "e4m3")
+    refuses(TypeError, "w float8_e4m3fn; with quantization='int8_row' .* w is int8", call, "int8_row")
+    refuses(TypeError, "x is float8_e4m3fn", call, "e4m3_row", w[0, :4])
+    refuses(ValueError, "x_scale goes without", call, "e4m3_row", x_scale=jnp.ones(4))
+    refuses(ValueError, "quantization='e4m3_group' with scales of w 'channel'; expected 'block'", call, "e4m3_group")
+    refuses(ValueError, "quantization='e4m3_row' with scales of w 'block'", call, "e4m3_row", scale="block")
+    assert call("e4m3_row").shape == call("e4m3_group_ue8m0", scale="block").shape == (4, 64)
+
+
+def test_wrong_calls_that_add_up():
+    x, w, tiles = jnp.zeros((4, 256), jnp.bfloat16), jnp.zeros((3, 64, 256), jnp.bfloat16), jnp.zeros(4, jnp.int32)
+    row_of, slot_weights = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2))
+
+    def call(w=w, row_of=row_of, slot_weights=slot_weights, **kwargs):
+        return grouped_gemm(x, w, tiles, jnp.int32(4), row_of=row_of, slot_weights=slot_weights, **kwargs)
+
+    refuses(ValueError, "row_of and slot_weights go together", call, slot_weights=None)
+    refuses(ValueError, "shared with both", call, row_of=None, slot_weights=None, shared=x[:1, :64])
+    refuses(ValueError, "goes without an activation", call, jnp.stack([w, w], 1), activation=SILU)
+    refuses(ValueError, "found requantize='group' and keeps_before=False", call, requantize="group")
+    refuses(ValueError, "found requantize='none' and keeps_before=True", call, keeps_before=True)
+    refuses(
+        ValueError, r"row_of has shape \(1, 0\), expected", call, row_of=row_of[:, :0], slot_weights=jnp.ones((1, 0))
+    )
+    refuses(ValueError, r"row_of has shape \(0, 2\), expected", call, row_of=row_of[:0], slot_weights=jnp.ones((0, 2)))
+    refuses(ValueError, r"shared has shape \(64,\), expected \(1, 64\)", call, shared=x[0, :64])
+    refuses(TypeError, "shared is int32; expected float32", call, shared=jnp.ones((1, 64), jnp.int32))
+    assert call(shared=x[:1, :64]).shape == (1, 64)
+
+
 # The Hopper kernel, without a GPU.
 
 DESC = GemmDesc(rows=1024, n=512, k=512, num_experts=4, dtype="float8_e4m3fn")

@@ -15,10 +15,11 @@ from moe_jax.experts.hopper._adapters import adapter_refusal
 from moe_jax.experts.hopper._backward import Static, differentiable
 from moe_jax.experts.hopper._kernel_backend import KernelBackend, shared_config, traced_refusal
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
-from moe_jax.experts.hopper._plan import Plan, describe_products, layer_key
+from moe_jax.experts.hopper._plan import Plan, describe_products, layer_key, make_plan
 from moe_jax.experts.hopper._rows import kind_of, rounded_by_xla
 from moe_jax.quantization import ExpertWeights, QuantizedMatrix, method_for
 from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.grouped_gemm import VectorConfig
 from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
 from pallas_kernels.grouped_gemm.problem import ROW_BYTES
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc
@@ -74,12 +75,22 @@ class Hopper(KernelBackend):
         return _backward.describe_kept(problem.config, problem.weights, int(problem.num_tokens))
 
     def tuning_key(self, config: MoEConfig) -> AnyKey:
-        weights = method_for(config.scheme).abstract_weights(config)
-        if self.layout_refusal(weights, config) is None:
-            weights = jax.eval_shape(functools.partial(self.kernel_layout, config=config), weights)
+        weights = self._abstract_weights(config)
         if reason := self.refusal(Problem(config, weights, 1, "gpu")):
             raise NotImplementedError(reason)
         return layer_key(config, weights)
+
+    def tuning_refusal(self, config: MoEConfig, num_tokens: int) -> str | None:
+        if make_plan(config, self._abstract_weights(config), num_tokens, self.name).block_m == VectorConfig.block_m:
+            return "multiplied as matrix times vector, in tiles of one row, which no table holds"
+        return None
+
+    def _abstract_weights(self, config: MoEConfig) -> ExpertWeights:
+        """In the layout in which the kernels read them."""
+        weights = method_for(config.scheme).abstract_weights(config)
+        if self.layout_refusal(weights, config) is None:
+            return jax.eval_shape(functools.partial(self.kernel_layout, config=config), weights)
+        return weights
 
     def refusal(self, problem: Problem) -> str | None:
         return adapter_refusal(problem.config, problem.weights) or super().refusal(problem)

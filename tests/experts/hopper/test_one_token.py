@@ -12,6 +12,7 @@ from moe_jax.experts.hopper import _plan as hopper_plan
 from moe_jax.experts.hopper._kernel_layout import to_kernel_layout
 from moe_jax.quantization import method_for
 from tests.support.cases import experts as cases
+from tests.support.cases.hopper_layers import on_hopper
 from tests.support.oracles.layer_judge import assert_layer_close
 
 SCHEMES = (
@@ -100,9 +101,30 @@ def test_who_quantizes_and_who_adds_up(scheme):
         assert plan.requantize == ("tensor" if scheme == "fp8_tensor_static" else "none")
 
 
-@pytest.mark.parametrize("change", [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=528)])
+@pytest.mark.parametrize(
+    ("columns", "work"),
+    [(768, "1024 CTAs, which quantize their rows (e4m3_row)"), (1152, "512 CTAs, which add up 8 rows")],
+)
+def test_explained(columns, work):
+    """What the second product does besides, and no measurement, though a table has one of the first."""
+    sizes = dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=columns, dtype="bfloat16")
+    config = cases.make_config("fp8_channel", **sizes)
+    weights = method_for(config.scheme).abstract_weights(config)
+    with on_hopper():
+        plan = hopper_plan.make_plan(config, weights, 1)
+        first, second = hopper_plan.describe_products(plan, weights)
+    assert first.startswith("GEMM 1: matrix times vector, 2 x 2 channels a warp, ") and first.endswith(
+        "by the heuristic"
+    )
+    assert second.endswith(f"{work}, by the heuristic")
+
+
+SEVERAL = [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=528), dict(num_experts=40, top_k=33)]
+
+
+@pytest.mark.parametrize("change", SEVERAL)
 def test_who_has_tiles_of_several_rows(change):
-    """Calls whose tiles are pinned, and rows that no load of a warp divides."""
+    """Calls whose tiles are pinned, rows that no load of a warp divides, and more of them than a warp adds up."""
     config = cases.make_config("bf16", **SIZES | dict(param_dtype="bfloat16") | change)
     weights = method_for(config.scheme).abstract_weights(config)
     assert hopper_plan.make_plan(config, weights, 1, "reference").block_m > 1
