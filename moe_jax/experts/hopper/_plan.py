@@ -139,21 +139,23 @@ def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, ma
     """One token in tiles of one row; None where no kernel multiplies so. No table holds such calls.
 
     GEMM 2 quantizes hidden rows itself where their scales are their own and they are short. Else it adds up the rows of
-    the experts: with both, a warp would quantize every row for the few columns that it has.
+    the experts: with both, a warp would quantize every row for the few columns that it has. On a shard it adds up
+    nothing, since it would read weights for the experts that others have.
     """
     first, second = _products(config, weights, key, 1, VectorConfig.block_m)
     assert isinstance(first, GemmDesc) and isinstance(second, GemmDesc), "of plain weights"
     kind = _unpermuted_kind(config, weights, 1, VectorConfig.block_m) if may_stay else None
     requantize = "tensor" if key.requantize == "tensor" else "none"
     first = dataclasses.replace(first, unpermuted_rows=int(kind is not None), requantize=requantize)
-    has_own_scales = key.lhs_scale in ("row", "group")
+    is_short = key.lhs_scale in ("row", "group") and second.k <= _SHORT
     quantizing = dataclasses.replace(second, quantization=str(row_kind(weights.scheme)))
-    if has_own_scales and second.k <= _SHORT and plain_gemm.config_error(quantizing, VectorConfig(1)) is None:
+    adding = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
+    if is_short and plain_gemm.config_error(quantizing, VectorConfig(1)) is None:
         second = quantizing
-    else:
-        second = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
-    # float16 rows might overflow before they are requantized.
-    hidden_dtype = "float32" if has_own_scales and config.dtype.name == "float16" else None
+    elif weights.num_experts >= config.num_experts and plain_gemm.config_error(adding, VectorConfig(1)) is None:
+        second = adding
+    # In tiles GEMM 1 requantizes float16 rows by groups before they might overflow.
+    hidden_dtype = "float32" if key.lhs_scale == "group" and config.dtype.name == "float16" else None
     if hidden_dtype:
         first = dataclasses.replace(first, out_dtype=hidden_dtype)
     if any(plain_gemm.config_error(desc, VectorConfig(1)) for desc in (first, second)):
