@@ -124,7 +124,7 @@ SEVERAL = [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=
 
 @pytest.mark.parametrize("change", SEVERAL)
 def test_who_has_tiles_of_several_rows(change):
-    """Calls whose tiles are pinned, rows that no load of a warp divides, and more of them than a warp adds up."""
+    """Calls whose tiles are pinned, and rows that no load of a warp divides."""
     config = cases.make_config("bf16", **SIZES | dict(param_dtype="bfloat16") | change)
     weights = method_for(config.scheme).abstract_weights(config)
     assert hopper_plan.make_plan(config, weights, 1, "reference").block_m > 1
