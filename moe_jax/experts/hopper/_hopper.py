@@ -140,7 +140,7 @@ def _row_notes(problem: Problem, plan: Plan) -> list[str]:
     config, weights = problem.config, problem.weights
     kind, hidden = kind_of(weights), plan.products[1]
     rows = {} if plan.unpermuted else {"input": (problem.num_tokens, weights.hidden_size, config.top_k)}
-    if "none" == plan.requantize == plan.hidden_quantization != kind:
+    if kind != "none" and plan.requantize == plan.hidden_quantization == "none":
         rows["hidden"] = (hidden.rows, weights.intermediate_size, 0)
     lines = []
     for name, (count, width, top_k) in rows.items():
