@@ -3,9 +3,10 @@
 import dataclasses
 
 from pallas_kernels.common.rows import vector_length
-from pallas_kernels.quantize_and_permute.config import GROUP, WARPS, PermuteDesc
+from pallas_kernels.common.sm90 import WARPS
+from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteDesc
 
-QUANTIZATIONS = ("none", "e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
+QUANTIZATIONS = ("none", *WITH_SCALES)
 MOST_COLUMNS = 8192  # of a row, which a warpgroup holds at once: 64 values a thread
 FEW_TOKENS = 4  # up to here a CTA multiplies with a router, or adds up the rows of experts: more is others' work
 _MOST_WEIGHTS = 16384  # of a router, which a warpgroup holds at once: 64 registers a thread

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.common.device import may_overlap
+from pallas_kernels.common.sm90 import LANES, WARPS
 from pallas_kernels.common.types import Dtype, Layout, Ref, Scalar, TileRef, Value
 
 WGMMA = plgpu.Layout.WGMMA
@@ -59,6 +60,12 @@ def begin() -> None:
     if USES_PDL and may_overlap():
         plgpu.griddepcontrol_wait()
         plgpu.griddepcontrol_launch_dependents()
+
+
+def row_a_warp(vector: int) -> Layout:
+    """Of an array (4, 32 * vector) or a multiple of it: a row a warp, ``vector`` neighbouring columns a thread."""
+    tiling = plgpu.Tiling(((WARPS, LANES * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def load(ref: Ref, *, layout: Layout = None, optimized: bool = True) -> Value:

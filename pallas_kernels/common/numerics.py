@@ -133,9 +133,10 @@ def quantize_e4m3_block(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.A
     return cast_e4m3(x * reciprocal(scale)), scale
 
 
-def e4m3_group_scale(amax: jax.Array) -> jax.Array:
-    """Scale of a run of columns of a token: ``max(amax, 1e-10) * (1 / 448)``."""
-    return jnp.maximum(amax, _GROUP_AMAX_FLOOR) * (1.0 / E4M3_MAX)
+def e4m3_group_scale(amax: jax.Array, is_power_of_two: bool = False) -> jax.Array:
+    """Scale of a run of columns of a token: ``max(amax, 1e-10) * (1 / 448)``, which may be rounded up to a power."""
+    scale = jnp.maximum(amax, _GROUP_AMAX_FLOOR) * (1.0 / E4M3_MAX)
+    return power_of_two_scale(scale) if is_power_of_two else scale
 
 
 def power_of_two_scale(scale: jax.Array) -> jax.Array:
@@ -150,9 +151,7 @@ def quantize_e4m3_group(x: jax.Array, amax: jax.Array, is_power_of_two: bool = F
 
     is_power_of_two: s is rounded up to one ("ue8m0", DeepSeek-V3.1).
     """
-    scale = e4m3_group_scale(amax)
-    if is_power_of_two:
-        scale = power_of_two_scale(scale)
+    scale = e4m3_group_scale(amax, is_power_of_two)
     return cast_e4m3(divide(x, scale)), scale
 
 

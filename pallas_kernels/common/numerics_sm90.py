@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.common import simt
-from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, power_of_two_scale
+from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale
 from pallas_kernels.common.types import Layout, Value
 
 # e4m3: five operations an element where numerics.py takes sixteen.
@@ -30,10 +30,7 @@ def e4m3_of_rows(x: Value, amax: Value) -> tuple[Value, Value]:
 
 def e4m3_in_groups(x: Value, amax: Value, is_power_of_two: bool) -> tuple[Value, Value]:
     """``quantize_e4m3_group``: codes of float32 x (groups, columns) and their scales; amax: (groups,) float32."""
-    scale = e4m3_group_scale(amax)
-    if is_power_of_two:
-        scale = power_of_two_scale(scale)
-    return _e4m3_codes_by_group(x, scale)
+    return _e4m3_codes_by_group(x, e4m3_group_scale(amax, is_power_of_two))
 
 
 def _e4m3_codes_by_group(x: Value, scale: Value) -> tuple[Value, Value]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.types import Dtype
 
 WARPGROUP = 128
+WARPS, LANES = 4, 32  # of a warpgroup
 SMEM_BYTES = 232_448  # shared memory that one CTA may use (227 KiB)
 SMEM_ALIGN = 1024  # Mosaic rounds each shared-memory allocation up to this
 TMA_ALIGN = 128  # bytes; where in shared memory a TMA copy may start

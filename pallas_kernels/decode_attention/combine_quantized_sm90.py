@@ -18,17 +18,15 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, int8_token_factors, power_of_two_scale
+from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, int8_token_factors
 from pallas_kernels.common.numerics_sm90 import divided
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
-from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.sm90 import WARPGROUP, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, values_a_thread
 from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
-
-_WARPS = 4  # of a warpgroup
 
 
 def combine_quantized_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) -> Kernel:
@@ -47,7 +45,7 @@ def combine_quantized_sm90(desc: DecodeDesc, config: DecodeConfig, rows: Permute
         ],
         desc.batch * desc.num_kv_heads // warpgroups,
         num_warpgroups=warpgroups,
-        scratch_types=dict(maxima=plgpu.SMEM((max(_WARPS * config.columns, 32),), jnp.int32)),
+        scratch_types=dict(maxima=plgpu.SMEM((max(WARPS * config.columns, 32),), jnp.int32)),
     )
 
 
@@ -133,8 +131,8 @@ def _kernel(
         inverse, scale = int8_token_factors(amax)
         coded = [simt.rounded(result * inverse) for result in results]
     else:
-        scale = e4m3_group_scale(amax) if rows.is_grouped else e4m3_row_scale(amax)
-        scale = power_of_two_scale(scale) if rows.has_power_of_two_scales else scale
+        of_group = functools.partial(e4m3_group_scale, is_power_of_two=rows.has_power_of_two_scales)
+        scale = of_group(amax) if rows.is_grouped else e4m3_row_scale(amax)
         coded = [simt.e4m3_bits(divided(result, scale)) for result in results]
     value = lax.shift_right_logical(thread, jnp.full_like(thread, columns.bit_length() - 1))
     for i, code in enumerate(coded):
@@ -153,7 +151,7 @@ def _largest_of_row(maxima: Ref, warpgroups: int, value: Value) -> Value:
     warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
     simt.store(maxima, warp, simt.warp_max(value), lane == 0)
     simt.barrier()
-    return simt.warp_max(simt.load(maxima, lane, lane < _WARPS * warpgroups, 0))
+    return simt.warp_max(simt.load(maxima, lane, lane < WARPS * warpgroups, 0))
 
 
 def _largest_of_column(maxima: Ref, columns: int, value: Value) -> Value:
@@ -168,4 +166,4 @@ def _largest_of_column(maxima: Ref, columns: int, value: Value) -> Value:
     simt.store(maxima, warp * columns + column, value, lane < columns)
     simt.barrier()
     every = lane >= 0
-    return functools.reduce(jnp.maximum, [simt.load(maxima, column + i * columns, every, 0) for i in range(_WARPS)])
+    return functools.reduce(jnp.maximum, [simt.load(maxima, column + i * columns, every, 0) for i in range(WARPS)])

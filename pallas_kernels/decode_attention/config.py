@@ -3,13 +3,12 @@
 import dataclasses
 
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, smem_bytes
-from pallas_kernels.quantize_and_permute.config import GROUP, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteDesc
 
 DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
 MAX_REGISTERS = 152  # of a thread, for scores, weights and sums
 MAX_WIDTH = 576
-QUANTIZATIONS = ("e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")
 MAX_WARPGROUPS = 8
 WIDE_STAGES = 2  # steps of a cache in e4m3 that lie in shared memory as 16-bit numbers
 E4M3_WIDTHS = (64, 128, 256)
@@ -160,8 +159,8 @@ def values_a_thread(desc: DecodeDesc, config: DecodeConfig) -> int:
 
 def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) -> str | None:
     """Why the launch that adds up the splits cannot quantize its outputs as ``rows`` says, or None when it can."""
-    if rows.quantization not in QUANTIZATIONS:
-        return f"quantization {rows.quantization!r}; one of {', '.join(QUANTIZATIONS)}"
+    if rows.quantization not in WITH_SCALES:
+        return f"quantization {rows.quantization!r}; one of {', '.join(WITH_SCALES)}"
     if config.is_fused or not config.swap_ab:
         return "is_fused or swap_ab=False: outputs are quantized in a second launch, with keys as rows"
     if desc.num_queries > 1 or config.num_tiles(desc) > 1 or config.columns not in (8, 16, 32):

@@ -20,16 +20,11 @@ from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
 from pallas_kernels.grouped_gemm.vector import VectorConfig
-from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute import PermuteDesc, quantize_and_permute
+from pallas_kernels.quantize_and_permute.config import WITH_SCALES
 
 Operands = dict[str, Any]  # arrays by name, None for those that a call has not
 _NO_SUM: Operands = dict.fromkeys(("row_of", "slot_weights", "shared"))
-_QUANTIZED = {  # how x may be quantized first: the dtype that it gets, and what has a scale
-    "e4m3_row": ("float8_e4m3fn", "row"),
-    "int8_row": ("int8", "row"),
-    "e4m3_group": ("float8_e4m3fn", "group"),
-    "e4m3_group_ue8m0": ("float8_e4m3fn", "group"),
-}
 
 
 def grouped_gemm(
@@ -370,16 +365,17 @@ def _scale_of_rows(x: jax.Array, w: jax.Array, x_scale: jax.Array | None, quanti
     """The kind of scale that rows get which are quantized first; "" for others."""
     if quantization == "none":
         return ""
-    if quantization not in _QUANTIZED:
-        raise ValueError(f"quantization={quantization!r} is not one of 'none', {', '.join(map(repr, _QUANTIZED))}")
-    dtype, scale = _QUANTIZED[quantization]
+    if quantization not in WITH_SCALES:
+        raise ValueError(f"quantization={quantization!r} is not one of 'none', {', '.join(map(repr, WITH_SCALES))}")
+    rows = PermuteDesc(x.shape[0], x.shape[1], 0, x.shape[0], jnp.dtype(x.dtype).name, quantization)
+    dtype = rows.out_dtype
     if jnp.dtype(x.dtype).name not in ("bfloat16", "float16", "float32") or w.dtype != dtype:
         raise TypeError(
             f"x is {x.dtype}, w {w.dtype}; with quantization={quantization!r} x has 16 or 32 bits and w is {dtype}"
         )
     if x_scale is not None:
         raise ValueError("x_scale goes without a quantization of x, which makes the scales")
-    return scale
+    return "group" if rows.is_grouped else "row"
 
 
 def _kind(name: str, value: Any, shapes: dict[tuple[int, ...], str]) -> Any:

@@ -6,16 +6,15 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from pallas_kernels.common.sm90 import LANES, WARPS
 from pallas_kernels.common.types import Dtype
 from pallas_kernels.grouped_gemm.problem import GemmDesc
 
-WARPS = 4  # of a CTA
-LANES = 32  # of a warp
 CHUNK = 4  # loads of a weight row that are under way together where a row takes more than ``MOST_PIECES``
 MOST_PIECES = 8  # of a row that a warp holds at once
 MOST_LOADS = 16  # of a warp's weight rows that are under way together: 64 registers a thread
 MOST_ROWS = 32  # of a token that are added up: the code has each of them apart and grows with their square
-_CHANNELS = (4, 2, 1)
+_CHANNELS = (4, 2, 1)  # the most first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +96,8 @@ def vector_candidates(desc: GemmDesc, num_sms: int) -> list[VectorConfig]:
     rows = 1 if desc.top_k else desc.rows
     fitting = [c for c in map(VectorConfig, _CHANNELS) if vector_error(desc, c) is None]
 
-    def is_busy(config: VectorConfig) -> bool:
-        return config.channels * loads <= MOST_LOADS and rows * desc.n >= 4 * num_sms * config.block_n
-
-    return sorted(fitting, key=lambda c: (not is_busy(c), -c.channels if is_busy(c) else c.channels))
+    busy = [c for c in fitting if c.channels * loads <= MOST_LOADS and rows * desc.n >= 4 * num_sms * c.block_n]
+    return busy + [config for config in reversed(fitting) if config not in busy]
 
 
 def describe_vector(desc: GemmDesc, config: VectorConfig) -> str:

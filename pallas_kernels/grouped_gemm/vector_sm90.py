@@ -20,27 +20,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.numerics import (
-    e4m3_group_scale,
-    e4m3_row_scale,
-    int8_token_factors,
-    power_of_two_scale,
-    reciprocal,
-)
+from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, int8_token_factors, reciprocal
 from pallas_kernels.common.numerics_sm90 import cast_int8_in, divisor, e4m3_codes
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
-from pallas_kernels.common.types import Kernel, Layout, Ref, Scalar, Value
+from pallas_kernels.common.sm90 import LANES, WARPS
+from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
-from pallas_kernels.grouped_gemm.vector import (
-    CHUNK,
-    LANES,
-    MOST_LOADS,
-    MOST_PIECES,
-    WARPS,
-    Piece,
-    VectorConfig,
-    pieces_of_row,
-)
+from pallas_kernels.grouped_gemm.vector import CHUNK, MOST_LOADS, MOST_PIECES, Piece, VectorConfig, pieces_of_row
 
 _RESULT = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, simt.LANES)
 
@@ -180,7 +166,7 @@ class _Weight:
         def load(matrix, channel, piece):
             rows = pl.ds(self.first + channel * WARPS, WARPS)
             part = self.operands["w"].at[matrix, rows, pl.ds(offset + piece.start, piece.width)]
-            return mosaic.load(part, layout=_layout(piece), optimized=False)
+            return mosaic.load(part, layout=mosaic.row_a_warp(piece.vector), optimized=False)
 
         channels, matrices = range(self.config.channels), self._matrices(expert)
         return [[load(matrix, channel, piece) for matrix in matrices for channel in channels] for piece in some]
@@ -193,7 +179,7 @@ class _Weight:
         given = [
             mosaic.load(
                 self.operands["x"].at[row, pl.ds(offset + piece.start, piece.width)],
-                layout=_layout(piece).reduce(0),
+                layout=mosaic.row_a_warp(piece.vector).reduce(0),
                 optimized=False,
             )
             for piece in some
@@ -299,28 +285,19 @@ def _quantized(
     values = [value.astype(jnp.float32) for value in given]
     largest = [_largest(piece, value) for piece, value in zip(pieces, values, strict=True)]
     if desc.lhs_scale == "group":
-        scales = [_group_scale(desc, _over_group(piece, bits)) for piece, bits in zip(pieces, largest, strict=True)]
+        amaxes = [_over_group(piece, bits) for piece, bits in zip(pieces, largest, strict=True)]
+        scales = [e4m3_group_scale(amax, desc.quantization.endswith("_ue8m0")) for amax in amaxes]
         codes = [_codes(*one) for one in zip(pieces, values, scales, strict=True)]
         return codes, [*scales], None
     amax = lax.bitcast_convert_type(simt.warp_max(functools.reduce(jnp.maximum, largest)), jnp.float32)
     if desc.dtype == "int8":
         inverse, scale = int8_token_factors(amax)
-        codes = []
-        for piece, value in zip(pieces, values, strict=True):
-            layout = _layout(piece).reduce(0)
-            codes.append(cast_int8_in(value * _spread(piece, inverse), layout))
-        return codes, [None] * len(pieces), scale
+        factors = [value * _spread(piece, inverse) for piece, value in zip(pieces, values, strict=True)]
+        layouts = [mosaic.row_a_warp(piece.vector).reduce(0) for piece in pieces]
+        return [*map(cast_int8_in, factors, layouts)], [None] * len(pieces), scale
     scale = e4m3_row_scale(amax)
-    return (
-        [_codes(piece, value, scale) for piece, value in zip(pieces, values, strict=True)],
-        [None] * len(pieces),
-        scale,
-    )
-
-
-def _group_scale(desc: GemmDesc, amax: Value) -> Value:
-    scale = e4m3_group_scale(amax)
-    return power_of_two_scale(scale) if desc.quantization.endswith("ue8m0") else scale
+    codes = [_codes(piece, value, scale) for piece, value in zip(pieces, values, strict=True)]
+    return codes, [None] * len(pieces), scale
 
 
 def _codes(piece: Piece, values: Value, scale: Value) -> Value:
@@ -346,18 +323,12 @@ def _over_group(piece: Piece, bits: Value) -> Value:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _layout(piece: Piece) -> Layout:
-    """Of weights (4, width), a row a warp, neighbouring columns a lane; without its rows, of one row in all warps."""
-    tiling = plgpu.Tiling(((WARPS, piece.width), (piece.vector,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-
 # Below: one value a thread from the vectors that it holds, and back.
 
 
 def _dot(piece: Piece, weights: Value, row: Value) -> Value:
     """Each thread's share of the products of (4, width) weights and a row of that width."""
-    layout, is_int8 = _layout(piece), weights.dtype == jnp.int8
+    layout, is_int8 = mosaic.row_a_warp(piece.vector), weights.dtype == jnp.int8
     multiply = _dot_int8 if is_int8 else _dot_float32
 
     @simt.inline(layout, layout.reduce(0), result=_RESULT)
@@ -403,7 +374,7 @@ def _elements(register: ir.Value) -> list[ir.Value]:
 def _largest(piece: Piece, values: Value) -> Value:
     """The bits of each thread's largest magnitude of a row's piece in float32. NaN is above all."""
 
-    @simt.inline(_layout(piece).reduce(0), result=_RESULT)
+    @simt.inline(mosaic.row_a_warp(piece.vector).reduce(0), result=_RESULT)
     def run(ctx, values):
         del ctx
         (register,) = values.registers.flat
@@ -416,7 +387,7 @@ def _largest(piece: Piece, values: Value) -> Value:
 
 def _spread(piece: Piece, value: Value) -> Value:
     """Each thread's float32 ``value`` in all that it holds of a row's piece."""
-    layout = _layout(piece).reduce(0)
+    layout = mosaic.row_a_warp(piece.vector).reduce(0)
 
     @simt.inline(simt.LANES, result=plgpu.ShapeDtypeStruct((piece.width,), jnp.float32, layout))
     def run(ctx, value):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.quantize_and_permute.config import WITH_SCALES
 
-QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row")
+QUANTIZATIONS = ("none", *WITH_SCALES)
 GROUP = 128
 GROUPED_WIDTH = 4 * GROUP  # rows quantized in groups are whole numbers of these columns
 MAX_DEVICES = 8  # of one NVLink host

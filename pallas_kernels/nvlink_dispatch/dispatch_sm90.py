@@ -124,8 +124,7 @@ class _Row:
         if self.is_split:
             run = 32 * vector
             self.split: tuple[int, ...] = (desc.width // run, run)
-            tiling = plgpu.Tiling(((4, run), (vector,)))
-            self.layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+            self.layout = mosaic.row_a_warp(vector)
             self.starts, self.shape = list(range(0, desc.width // run, 4)), (4, run)
         else:
             vector = vector_length(desc.width, itemsize)

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.microscaling import MX_GROUP, NVFP4_GROUP
 from pallas_kernels.common.rows import vector_length
-from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
 
 MICROSCALING = ("nvfp4", "nvfp4_row", "mxfp4", "mxfp8")
-QUANTIZATIONS = ("none", "e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "e4m3_tensor", "int8_row", *MICROSCALING)
+WITH_SCALES = ("e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")  # codes, and scales that rows have themselves
+QUANTIZATIONS = ("none", *WITH_SCALES, "e4m3_tensor", *MICROSCALING)
 TAKES_SCALE = ("e4m3_tensor", "nvfp4")
 GROUP = 128
 SHORT_GROUP = 64  # columns that the last group of a row may have instead
-WARPS, LANES = 4, 32  # of a warpgroup
 NARROW = 1024  # most columns of a row that a warp holds: 32 values a thread
 PART_GROUPS = 16  # groups of a row that a warpgroup holds at once: 16 values a thread
 GATHERED = 2048  # columns of a row that a warpgroup gathers at a time: sixteen loads in flight a thread

@@ -45,7 +45,7 @@ MOST_GROUPS = 64  # of 128 columns that a warpgroup holds at once: 64 values a t
 Store: TypeAlias = Callable[[Scalar], None]  # writes what is quantized to one row
 
 # Four groups of 128 columns: one a warp, four columns a thread.
-GROUP_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, 128), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+GROUP_LAYOUT = mosaic.row_a_warp(4)
 
 # Rows of fewer: every warp works on all of them, and all store the same.
 FEW_GROUPS_LAYOUT = plgpu.Layout.TILED(

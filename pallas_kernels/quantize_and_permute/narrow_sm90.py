@@ -25,9 +25,9 @@ from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.numerics import int8_token_factors
 from pallas_kernels.common.numerics_sm90 import cast_int8_in, e4m3_of_rows
 from pallas_kernels.common.row_kernel_sm90 import items_of, row_kernel
-from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
 from pallas_kernels.common.types import Kernel, Layout, Ref, Value
-from pallas_kernels.quantize_and_permute.config import LANES, WARPS, PermuteConfig, PermuteDesc, narrow_vector
+from pallas_kernels.quantize_and_permute.config import PermuteConfig, PermuteDesc, narrow_vector
 
 
 def quantize_narrow_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Kernel:
@@ -97,9 +97,7 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, x: Ref, *refs: Ref) -> Non
 
 def row_layout(desc: PermuteDesc) -> Layout:
     """Of an array (4, width): a row a warp, ``narrow_vector`` neighbouring columns a thread."""
-    length = narrow_vector(desc)
-    tiling = plgpu.Tiling(((WARPS, LANES * length), (length,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    return mosaic.row_a_warp(narrow_vector(desc))
 
 
 def _load(x: Ref, row: Value, thread: Value, desc: PermuteDesc) -> Value:

@@ -5,7 +5,6 @@ import dataclasses
 from pallas_kernels.common.pages import PAGE_SLOTS
 
 HEADS = 4  # that a warpgroup works on at a time, one a warp
-LANES = 32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.row_kernel_sm90 import for_items_of, in_place_row_kernel
+from pallas_kernels.common.sm90 import LANES
 from pallas_kernels.common.types import Ref, Scalar, Value
-from pallas_kernels.rotate_and_store.config import HEADS, LANES, RotateConfig, RotateDesc
+from pallas_kernels.rotate_and_store.config import HEADS, RotateConfig, RotateDesc
 
 
 def rotate_and_store_sm90(
@@ -53,7 +53,7 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
     first_heads = (0, desc.num_heads, desc.num_heads + desc.num_kv_heads) if desc.is_packed else (0, 0, 0)
     half = desc.width // 2
     tile = (HEADS, half)
-    layout = plgpu.Layout.TILED(plgpu.Tiling((tile, (half // LANES,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    layout = mosaic.row_a_warp(half // LANES)
     halves = (pl.ds(0, half), pl.ds(half, half))
 
     def vector(ref, *index):

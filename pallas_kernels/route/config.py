@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from pallas_kernels.common.sm90 import WARPS
 from pallas_kernels.quantize_and_permute.config import PermuteConfig, PermuteDesc
 from pallas_kernels.quantize_and_permute.config import config_error as permute_error
 
@@ -10,7 +11,6 @@ MAX_EXPERTS = 512  # sixteen scores a thread
 MAX_TOP_K = 16
 MAX_GROUPS = 32  # one a thread of a warp
 MAX_WARPGROUPS = 8
-WARPS = 4  # of a warpgroup, a token each
 PLAIN_FLOOR = 1.1754943508222875e-38  # the smallest normal float32, which only avoids 0 / 0
 BIASED_FLOOR = 1e-20
 

@@ -25,10 +25,11 @@ from pallas_kernels.align.config import AlignConfig, AlignDesc
 from pallas_kernels.align.kernel_sm90 import align_outputs, align_pairs, align_scratch
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
+from pallas_kernels.common.sm90 import WARPS
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.quantize_and_permute.config import TAKES_SCALE, PermuteDesc
 from pallas_kernels.quantize_and_permute.kernel_sm90 import RowQuantizer, quantized_outputs, split_columns
-from pallas_kernels.route.config import WARPS, RouteConfig, RouteDesc
+from pallas_kernels.route.config import RouteConfig, RouteDesc
 
 _TAKEN = np.int32(-(2**31))  # below the key of -inf
 _NOWHERE = np.int32(2**30)

@@ -10,7 +10,6 @@ from pallas_kernels.decode_attention.combine_quantized_sm90 import combine_quant
 from pallas_kernels.decode_attention.combine_sm90 import combine_sm90
 from pallas_kernels.decode_attention.config import (
     E4M3_WIDTHS,
-    QUANTIZATIONS,
     DecodeConfig,
     DecodeDesc,
     DecodeForm,
@@ -20,6 +19,7 @@ from pallas_kernels.decode_attention.config import (
 )
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
+from pallas_kernels.quantize_and_permute.config import WITH_SCALES
 from tests.support.kernels.case import Case, Shape
 
 SMS = 132
@@ -81,7 +81,7 @@ def combine_quantized_case(quantization: str, desc: DecodeDesc) -> Case:
 
 def combine_quantized_cases() -> Iterator[Case]:
     """The sum of the splits with the quantization behind it: four key heads, and as many registers as there are."""
-    for quantization in QUANTIZATIONS:
+    for quantization in WITH_SCALES:
         own = dict(batch=64, num_slots=1024, num_heads=32, num_kv_heads=4)
         yield combine_quantized_case(quantization, decode_desc(128, 128, **own))
         wide = own | dict(num_heads=64, num_kv_heads=8, has_sinks=True, is_e4m3=True)

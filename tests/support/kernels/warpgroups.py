@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.common.mosaic import column_predicate
+from pallas_kernels.common.mosaic import column_predicate, row_a_warp
 
 SECONDS = 60  # that a warpgroup waits at most
 _here = threading.local()
@@ -152,7 +152,7 @@ def stand_ins() -> dict[str, Any]:
     )
     of_mosaic = types.SimpleNamespace(begin=nothing, Accumulator=lambda shape, dtype: shape, WGMMA=None, ROWS=None)
     of_mosaic.load = lambda ref, layout, optimized=True: jnp.asarray(ref.array)
-    of_mosaic.column_predicate = column_predicate
+    of_mosaic.column_predicate, of_mosaic.row_a_warp = column_predicate, row_a_warp
     return dict(lax=of_lax, pl=of_pallas, plgpu=of_mosaic_gpu, mosaic=of_mosaic)
 
 
