@@ -15,8 +15,8 @@ rest, as vllm_engine.py times those of vLLM: for 20 ms, or one call, in which th
 power limit. "outside" is the time of the same model with its experts replaced by nothing: attention, norms, embedding,
 head, and what XLA saves when the experts are gone. "launches" are the kernels of a layer outside its experts, counted
 in programs with two layers of experts at least. ``--profile`` names the kernels of a call, launched one by one, with
-their time. ``--routing`` times nothing: it says how many experts of each layer a call's rows go to, and how many rows
-the busiest one gets; on a CPU, too.
+their time, and says how long any of them runs: what vllm_engine.py calls "kernels". ``--routing`` times nothing: it
+says how many experts of each layer a call's rows go to, and how many rows the busiest one gets; on a CPU, too.
 
 Each case is a process of its own; its programs are compiled side by side. Cells that would end after ``--seconds`` are
 left out, and named; so are cells that fail, with the reason.
@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _arguments import duration, new_file, whole, wholes, words
+from _busy import busy
 from _hlo import launches, outside_the_experts
 from _model_configs import MODELS
 from _timing import header
@@ -196,13 +197,14 @@ class Program:
         none, some = (np.median([seconds(count, _REST_S) for _ in range(_RESTS)]) for count in (0, few))
         return micros, float(some - none) / few * 1e6
 
-    def profile(self) -> list[tuple[str, float, float]]:
-        """(kernel, microseconds, launches) of a call."""
+    def profile(self) -> dict[str, Any]:
+        """Of a call: busy_us, in which the GPU runs anything; profile, (kernel, microseconds, launches)."""
         assert self._open is not None
         arguments = jax.block_until_ready(self._open(self._leaves, *self._arguments(), np.int32(1)))
         with traced() as found:
             jax.block_until_ready(self._open(self._leaves, *arguments, np.int32(_TRACED)))
-        return by_name(found, _TRACED)
+        spans = ((kernel.start, kernel.start + kernel.duration) for kernel in found)
+        return dict(busy_us=busy(spans) / _TRACED, profile=by_name(found, _TRACED))
 
 
 def calls_of(options: Any) -> list[tuple[str, int, int, int]]:
@@ -283,7 +285,7 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
                 launches=pair[0].launches(),
                 compile_s=pair[0].seconds,
             )
-            say(cell | (dict(profile=pair[0].profile()) if pair[0]._is_profiled else {}))
+            say(cell | (pair[0].profile() if pair[0]._is_profiled else {}))
         except Exception as error:
             say(cell | dict(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
@@ -307,7 +309,7 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
         f"{len(cell['launches']) or 'uncounted'} launches; lowered + compiled in {seconds} s"
     ]
     if "profile" in cell:
-        lines += [f"    {' '.join(cell['launches'])}"]
+        lines += [f"    {' '.join(cell['launches'])}", f"    {cell['busy_us'] / 1e3:9.3f} ms of kernels"]
         lines += [f"    {us:9.1f} us {count:6.1f} x  {name}" for name, us, count in cell["profile"][:30]]
     return lines
 

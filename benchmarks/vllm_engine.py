@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from _busy import busy
 from _vllm_environment import ENVIRONMENT
 
 START_LIMIT = 280  # seconds
@@ -164,7 +165,7 @@ class Engine:
         for _ in range(3):
             once()
         clock = statistics.median(once() for _ in range(7))
-        return dict(clock=1e3 * clock) | self.busy(once, 1)
+        return dict(clock=1e3 * clock) | self.profiled(once, 1)
 
     def decode(self, rows: int, context: int) -> dict[str, Any]:
         for _ in range(rows):
@@ -187,15 +188,15 @@ class Engine:
                 step()
             self.torch.cuda.synchronize()
             clocks.append((time.perf_counter() - start) / STEPS)
-        busy = self.busy(lambda: [step() for _ in range(PROFILED)], PROFILED)
+        profiled = self.profiled(lambda: [step() for _ in range(PROFILED)], PROFILED)
         if len({out.request_id for _ in range(2) for out in self.engine.step()}) != rows:
             raise RuntimeError(f"decode {rows} x {context}: rows ended before they were measured")
         self.engine.abort_request(list(made))
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        return dict(clock=1e3 * statistics.median(clocks), distinct=len(set(made.values()))) | busy
+        return dict(clock=1e3 * statistics.median(clocks), distinct=len(set(made.values()))) | profiled
 
-    def busy(self, call: Callable[[], Any], count: int) -> dict[str, Any]:
+    def profiled(self, call: Callable[[], Any], count: int) -> dict[str, Any]:
         """ms of one of ``count`` steps in which the GPU runs anything, the median of three, and its longest kernels."""
         from torch.profiler import ProfilerActivity, profile
 
@@ -205,11 +206,7 @@ class Engine:
                 call()
                 self.torch.cuda.synchronize()
             events = [e for e in profiler.events() if str(e.device_type).endswith("CUDA")]
-            total, end = 0.0, -1.0
-            for span in sorted((e.time_range for e in events), key=lambda s: s.start):
-                total += max(0.0, span.end - max(span.start, end))
-                end = max(end, span.end)
-            totals.append(total / count / 1e3)
+            totals.append(busy((e.time_range.start, e.time_range.end) for e in events) / count / 1e3)
         parts: Counter[str] = Counter()
         for event in events:
             parts[event.name[:60]] += event.time_range.elapsed_us() / count / 1e3
