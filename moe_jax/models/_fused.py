@@ -5,22 +5,26 @@ They run for models with ``attention="auto"`` or "hopper", on one device. Everyt
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from moe_jax._typing import Array, Bool, DTypeLike, Float
 from moe_jax.experts._gradient import with_gradient_of
-from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
+from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows, vector_operands
 from moe_jax.models._layers import Addend, LayerNorm, Linear, PartialSums, RMSNorm, biases_of, project
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
 from moe_jax.quantization import QuantizedMatrix
 from pallas_kernels import add_and_norm as norm_kernel
+from pallas_kernels import norm_and_multiply as product_kernel
 from pallas_kernels import rotate_and_store as rotate_kernel
 from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common.device import hopper_sms
+from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm.vector import single_rows_refusal
 
 
 def num_sms(attention: str) -> int | None:
@@ -102,19 +106,57 @@ def added_and_projected(
     modules: tuple[Linear, ...],
     sms: int | None,
 ) -> tuple[Array, tuple[PartialSums, ...]] | None:
-    """(x + addend, the products of its norm with quantized weights), the norm quantized in the launch that makes it.
-    The products are one array where one launch makes them.
+    """(x + addend, the products of its norm with the modules' weights), the products in one array where one launch
+    makes them. Of one token that launch makes sum and norm, too; of more, the launch of the norm quantizes it.
 
-    None where the weights are not quantized, differ in how rows are quantized for them, or no kernel does that.
+    None where no kernel does either.
     """
-    matrices = [module.weight.get_value() for module in modules]
-    biases = biases_of(modules)
+    biases, names = biases_of(modules), {module.implementation for module in modules}
     if sms is None or 0 in x.shape or len(biases) not in (0, len(modules)) or any(m.lora is not None for m in modules):
         return None
-    names = {module.implementation for module in modules}
-    if len(names) > 1 or not all(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
+    if len(names) > 1:
         return None
-    implementation, num_tokens, (parts, bias) = names.pop(), x.size // x.shape[-1], _parts(addend, x)
+    (parts, bias), weights = _parts(addend, x), [module.weight.get_value() for module in modules]
+    arguments: Any = x, norm.weight[...], parts, bias, weights, biases
+    make = _of_one_token if x.size == x.shape[-1] else _of_quantized_rows
+    run = make(norm, names.pop(), sms, *arguments)
+    if run is None:
+        return None
+    shapes: Any = jax.eval_shape(run, *arguments)
+    products = shapes[1]
+
+    def judge(x, weight, parts, bias, weights, biases):
+        total, normal = _added_and_normed(norm.eps, "reference", "none", 0, x, weight, parts, bias)
+        rows = normal.reshape(-1, normal.shape[-1])
+        each = zip(weights, biases or [None] * len(weights), strict=True)
+        found = [_product_by_xla(rows, *one) for one in each]
+        found = [jnp.concatenate(found, axis=-1)] if len(products) == 1 else found
+        missing = [one.shape[0] - y.shape[0] for one, y in zip(products, found, strict=True)]
+        return total, [jnp.pad(y, ((0, count), (0, 0))) for y, count in zip(found, missing, strict=True)]
+
+    both: Any = with_gradient_of(run, judge, *arguments)
+    return both[0], tuple(PartialSums(y[None], x.shape[:-1]) for y in both[1])
+
+
+_Run: TypeAlias = Callable[..., tuple[Array, list[Array]]]
+
+
+def _of_quantized_rows(
+    norm: RMSNorm | LayerNorm,
+    implementation: tuple[str, ...] | None,
+    sms: int,
+    x: Array,
+    weight: Array,
+    parts: Any,
+    bias: Array | None,
+    matrices: list[Any],
+    biases: list[Array],
+) -> _Run | None:
+    """Of quantized weights that agree in how rows are quantized for them, whose norm is quantized by its launch."""
+    del weight, biases
+    if not all(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
+        return None
+    num_tokens = x.size // x.shape[-1]
     rows = quantized_rows(matrices, num_tokens, x.dtype, implementation)
     if rows is None or not _takes_norm(norm, x, parts, bias, sms, *rows):
         return None
@@ -123,21 +165,73 @@ def added_and_projected(
         total, codes, scales = _added_and_normed(norm.eps, "hopper", *rows, x, weight, parts, bias)
         return total, products_of_rows(codes, scales, num_tokens, matrices, biases or None, x.dtype, implementation)
 
-    arguments: Any = x, norm.weight[...], parts, bias, matrices, biases
-    shapes: Any = jax.eval_shape(run, *arguments)
-    products = shapes[1]
+    return run
 
-    def judge(x, weight, parts, bias, matrices, biases):
-        total, normal = _added_and_normed(norm.eps, "reference", "none", 0, x, weight, parts, bias)
-        options: Any = dict(out_dtype=x.dtype, implementation=("reference",))
-        each = zip(matrices, biases or [None] * len(matrices), strict=True)
-        found = [padded_product(normal.reshape(num_tokens, -1), *one, **options) for one in each]
-        found = [jnp.concatenate(found, axis=-1)] if len(products) == 1 else found
-        missing = [one.shape[0] - y.shape[0] for one, y in zip(products, found, strict=True)]
-        return total, [jnp.pad(y, ((0, count), (0, 0))) for y, count in zip(found, missing, strict=True)]
 
-    both: Any = with_gradient_of(run, judge, *arguments)
-    return both[0], tuple(PartialSums(y[None], x.shape[:-1]) for y in both[1])
+def _of_one_token(
+    norm: RMSNorm | LayerNorm,
+    implementation: tuple[str, ...] | None,
+    sms: int,
+    x: Array,
+    weight: Array,
+    parts: Any,
+    bias: Array | None,
+    weights: list[Any],
+    biases: list[Array],
+) -> _Run | None:
+    """One launch for sum, norm and products; where it does not take them, those of more tokens."""
+
+    def operands(weights):
+        if all(isinstance(one, QuantizedMatrix) for one in weights):
+            return vector_operands(weights, x.dtype, implementation, has_bias=bool(biases))
+        is_plain = not any(isinstance(one, QuantizedMatrix) for one in weights)
+        is_plain = is_plain and all(one.dtype == x.dtype for one in weights)
+        return ("none", tuple(one[None] for one in weights), None) if is_plain else None
+
+    def run(x, weight, parts, bias, weights, biases):
+        found = operands(weights)
+        assert found is not None, "as below"
+        kind, w, w_scale = found
+        w_bias = tuple(one[None] for one in biases) or None
+        total, y = _normed_and_multiplied(norm.eps, kind, x, weight, parts, bias, w, w_scale, w_bias)
+        return total, [y]
+
+    found = operands(weights)
+    if found is not None and _takes_norm(norm, x, parts, bias, sms):
+        kind, w, w_scale = found
+        w_bias: Any = tuple(one[None] for one in biases) or None
+        options: Any = dict(eps=norm.eps, bias=bias, w_scale=w_scale, w_bias=w_bias, quantization=kind)
+        row = x.reshape(1, -1)
+        desc, *_ = product_kernel.describe(row, weight, parts, w, **options, out_dtype=x.dtype)
+        if product_kernel.config_error(desc, product_kernel.choose_config(desc, sms)) is None:
+            return run
+    return _of_quantized_rows(norm, implementation, sms, x, weight, parts, bias, weights, biases)
+
+
+def product_of_one_token(modules: tuple[Linear, ...], x: Float[Array, "... K"], sms: int | None) -> PartialSums | None:
+    """x W^T + b of 16-bit weights side by side, as matrix times vector; None where no kernel does that."""
+    biases, weights = biases_of(modules), [module.weight.get_value() for module in modules]
+    is_plain = not any(isinstance(one, QuantizedMatrix) for one in weights)
+    is_plain &= len(biases) in (0, len(modules)) and all(module.lora is None for module in modules)
+    if sms is None or not is_plain or x.size != x.shape[-1] or x.dtype.itemsize != 2:
+        return None
+    widths = [one.shape[0] for one in weights]
+    if any(one.dtype != x.dtype for one in weights) or single_rows_refusal(x.shape[-1], widths, x.dtype):
+        return None
+
+    def judge(tokens, weights, biases):
+        each = zip(weights, biases or [None] * len(weights), strict=True)
+        return jnp.concatenate([_product_by_xla(tokens, *one) for one in each], axis=-1)
+
+    y: Any = with_gradient_of(_multiplied_alone, judge, x.reshape(1, -1), weights, biases)
+    return PartialSums(y[None], x.shape[:-1])
+
+
+def _product_by_xla(rows: Array, weight: Any, bias: Array | None) -> Array:
+    if isinstance(weight, QuantizedMatrix):
+        return padded_product(rows, weight, bias, out_dtype=rows.dtype, implementation=("reference",))
+    y = project(rows, weight)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(rows.dtype)
 
 
 def added(x: Float[Array, "... H"], addend: Addend) -> Float[Array, "... H"]:
@@ -202,6 +296,33 @@ def _added_and_normed(
     if quantization == "none":
         normal = [found.reshape(*x.shape[:-1], -1) for found in normal]
     return total.reshape(x.shape), *normal
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _normed_and_multiplied(
+    eps: float,
+    quantization: str,
+    x: Array,
+    weight: Array,
+    parts: Array | RoutedRows | None,
+    bias: Array | None,
+    w: Any,
+    w_scale: Any,
+    w_bias: Any,
+) -> tuple[Array, Array]:
+    """(sum of x's shape, product (1, N)) of one token."""
+    options: Any = dict(eps=eps, bias=bias, w_scale=w_scale, w_bias=w_bias, quantization=quantization)
+    options |= dict(out_dtype=x.dtype, implementation="hopper")
+    total, y = product_kernel.norm_and_multiply(x.reshape(1, -1), weight, parts, w, **options)
+    return total.reshape(x.shape), y
+
+
+@jax.jit
+def _multiplied_alone(x: Array, weights: list[Array], biases: list[Array]) -> Array:
+    """(1, K) times weights side by side, (1, N)."""
+    w, w_bias = tuple(one[None] for one in weights), tuple(one[None] for one in biases) or None
+    of_tile: Any = dict(tile_expert=jnp.zeros(1, jnp.int32), num_tiles=jnp.ones(1, jnp.int32))
+    return grouped_gemm(x, w, bias=w_bias, out_dtype=x.dtype, implementation="hopper", **of_tile)
 
 
 def rotated_and_stored(

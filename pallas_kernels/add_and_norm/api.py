@@ -1,6 +1,7 @@
 """``add_and_norm``: a residual sum and its RMSNorm."""
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,48 @@ def add_and_norm(
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
+    desc, operands = describe_norm(
+        x,
+        weight,
+        addend,
+        eps=eps,
+        bias=bias,
+        router=router,
+        router_bias=router_bias,
+        quantization=quantization,
+        scale_rows=scale_rows,
+    )
+
+    def hopper():
+        chosen = config or choose_config(desc, hopper_sms())
+        if reason := config_error(desc, chosen):
+            raise NotImplementedError(reason)
+
+        from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90  # here: importing it loads Pallas
+
+        found = add_and_norm_sm90(desc, chosen)(*kernel_operands(operands))
+        return tuple(found) if desc.has_addend else (x, *found)
+
+    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, *operands))
+    return first_that_runs("add_and_norm", runs, implementation)
+
+
+Operands: TypeAlias = tuple[Any, ...]  # x, weight, addend as parts or RoutedRows, bias, router, router_bias; or None
+
+
+def describe_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    addend: jax.Array | RoutedRows | None,
+    *,
+    eps: float,
+    bias: jax.Array | None,
+    router: jax.Array | None = None,
+    router_bias: jax.Array | None = None,
+    quantization: str = "none",
+    scale_rows: int | None = None,
+) -> tuple[AddNormDesc, Operands]:
+    """The description of a call of ``add_and_norm`` and its operands; both are checked here."""
     routed = addend if isinstance(addend, RoutedRows) else None
     if routed is not None:
         _check_routed(x, weight, routed)
@@ -93,22 +136,15 @@ def add_and_norm(
         raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
     if scale_rows is not None and (quantization == "none" or scale_rows < x.shape[0]):
         raise ValueError(f"scale_rows={scale_rows} goes with a quantization and is at least T={x.shape[0]}")
+    return desc, (x, weight, parts if routed is None else routed, bias, router, router_bias)
 
-    def hopper():
-        chosen = config or choose_config(desc, hopper_sms())
-        if reason := config_error(desc, chosen):
-            raise NotImplementedError(reason)
 
-        from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90  # here: importing it loads Pallas
-
-        addends = (parts, bias) if routed is None else (routed.rows, routed.row_of, routed.weights, shared)
-        optional = (a for a in (*addends, router, router_bias) if a is not None)
-        found = add_and_norm_sm90(desc, chosen)(x, weight, *optional)
-        return tuple(found) if desc.has_addend else (x, *found)
-
-    operands = (x, weight, parts if routed is None else routed, bias, router, router_bias)
-    runs = dict(hopper=hopper, reference=lambda: add_and_norm_ref(desc, *operands))
-    return first_that_runs("add_and_norm", runs, implementation)
+def kernel_operands(operands: Operands) -> list[jax.Array]:
+    """As the Hopper kernels take them."""
+    x, weight, addend, *others = operands
+    of_experts = isinstance(addend, RoutedRows)
+    added = (addend.rows, addend.row_of, addend.weights, addend.shared) if of_experts else (addend,)
+    return [a for a in (x, weight, *added, *others) if a is not None]
 
 
 def _check_routed(x: jax.Array, weight: jax.Array, routed: RoutedRows) -> None:

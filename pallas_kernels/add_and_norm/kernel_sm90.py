@@ -49,81 +49,107 @@ def add_and_norm_sm90(desc: AddNormDesc, config: AddNormConfig) -> Kernel:
     return lambda *operands: [*map(whole_rows, call(*map(split_rows, operands)))]
 
 
-def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest: Ref) -> None:
+class NormedRows:
+    """Sums and norms of rows by the warpgroup of a CTA: a row is a list of vectors, one for each piece of its columns.
+
+    refs: the operands of ``add_and_norm_sm90`` in front of the router, which are taken off the list.
+    """
+
+    def __init__(self, desc: AddNormDesc, refs: list[Any]):
+        self.desc = desc
+        self.x, self.weight = refs.pop(0), refs.pop(0)
+        self.parts = refs.pop(0) if desc.num_parts else None
+        self.bias = refs.pop(0) if desc.has_bias else None
+        of_experts: list[Any] = [refs.pop(0) if desc.top_k else None for _ in range(3)]
+        self.rows_of_experts, self.row_of, self.row_weights = of_experts
+        self.shared = refs.pop(0) if desc.shared_dtype else None
+        self._counted_twice = 0
+        if desc.rows.is_grouped:
+            self.layout: Any = GROUP_LAYOUT
+            self.columns: list[Any] = [pl.ds(0, split_columns(desc.rows)[0])]
+        else:
+            vector = vector_length(desc.width, 2)
+            piece = sm90.WARPGROUP * vector
+            self.layout = plgpu.Layout.WG_STRIDED((piece,), vec_size=vector)
+            starts = pieces(desc.width, piece)
+            self.columns = [pl.ds(start, piece) for start in starts]
+            self._counted_twice = len(starts) * piece - desc.width
+
+    def load_rounded(self, ref: Ref, *index: Any) -> Value:
+        return mosaic.load(ref.at[*index], layout=self.layout, optimized=False)
+
+    def added_up(self, values: list[Value]) -> Value:
+        """The sum of all columns of a row, of which ``values`` holds some twice."""
+        if self._counted_twice:
+            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, values[-1].shape, 0), self.layout)
+            values = [*values[:-1], jnp.where(column >= self._counted_twice, values[-1], 0.0)]
+        total = functools.reduce(jnp.add, values)
+        return jnp.sum(jnp.sum(total, axis=1) if self.desc.rows.is_grouped else total)
+
+    def summed(self, row: Scalar) -> list[Value]:
+        """x and what is added to it, in float32."""
+        desc = self.desc
+        values = [self._load(self.x, row, part) for part in self.columns]
+        slots = [(self.row_of[row, j], self.row_weights[row, j].astype(jnp.float32)) for j in range(desc.top_k)]
+        for i, part in enumerate(self.columns if desc.has_addend else ()):
+            parts = self.parts
+            added = [] if parts is None else [self._load(parts, index, row, part) for index in range(desc.num_parts)]
+            added += [] if self.bias is None else [self._load(self.bias, part)]
+            added += [self._routed(place, own, part) for place, own in slots]
+            added += [] if self.shared is None else [self._load(self.shared, row, part)]
+            values[i] = values[i] + functools.reduce(jnp.add, added)
+        return values
+
+    def normed(self, values: list[Value]) -> list[Value]:
+        """Of a sum in float32; rounded."""
+        weights = [self.load_rounded(self.weight, part) for part in self.columns]  # on its way while squares are added
+        total = self.added_up([value * value for value in values])
+        inverse = lax.rsqrt(total * (1.0 / self.desc.width) + self.desc.eps)
+        return [
+            (value * inverse * own.astype(jnp.float32)).astype(self.desc.dtype)
+            for value, own in zip(values, weights, strict=True)
+        ]
+
+    def store(self, out: Ref, row: Scalar, values: list[Value]) -> None:
+        for part, value in zip(self.columns, values, strict=True):
+            out.at[row, part][...] = value
+
+    def store_sum(self, out: Ref | None, row: Scalar, values: list[Value]) -> None:
+        """out: None where nothing is added."""
+        if out is not None:
+            self.store(out, row, [value.astype(self.desc.dtype) for value in values])
+
+    def _load(self, ref: Ref, *index: Any) -> Value:
+        return self.load_rounded(ref, *index).astype(jnp.float32)
+
+    def _routed(self, place: Scalar, own: Scalar, part: Any) -> Value:
+        """A row of an expert times its weight, as combine adds it; zeros for a slot without one, whatever was read."""
+        values = self._load(self.rows_of_experts, lax.max(place, jnp.int32(0)), part) * own
+        return jnp.where(lax.broadcast_in_dim(place >= 0, values.shape, ()), values, 0.0)
+
+
+def _kernel(desc: AddNormDesc, config: AddNormConfig, *refs: Ref) -> None:
     mosaic.begin()
-    operands = list(rest)
-    parts = operands.pop(0) if desc.num_parts else None
-    bias = operands.pop(0) if desc.has_bias else None
-    of_experts: list[Any] = [operands.pop(0) if desc.top_k else None for _ in range(3)]
-    rows_of_experts, row_of, row_weights = of_experts
-    shared = operands.pop(0) if desc.shared_dtype else None
+    operands = list(refs)
+    rows = NormedRows(desc, operands)
     router = operands.pop(0) if desc.num_experts else None
     router_bias = operands.pop(0) if desc.has_router_bias else None
     total_out = operands.pop(0) if desc.has_addend else None
     outputs = operands
-    counted_twice = 0
-    columns: list[Any]
-    if desc.rows.is_grouped:
-        layout, columns = GROUP_LAYOUT, [pl.ds(0, split_columns(desc.rows)[0])]
-    else:
-        vector = vector_length(desc.width, 2)
-        piece = sm90.WARPGROUP * vector
-        layout = plgpu.Layout.WG_STRIDED((piece,), vec_size=vector)
-        starts = pieces(desc.width, piece)
-        columns = [pl.ds(start, piece) for start in starts]
-        counted_twice = len(starts) * piece - desc.width
-
-    def load_rounded(ref, *index):
-        return mosaic.load(ref.at[*index], layout=layout, optimized=False)
-
-    def load(ref, *index):
-        return load_rounded(ref, *index).astype(jnp.float32)
-
-    def added_up(values):
-        """The sum of all columns of a row, of which ``values`` holds some twice."""
-        if counted_twice:
-            column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, values[-1].shape, 0), layout)
-            values = [*values[:-1], jnp.where(column >= counted_twice, values[-1], 0.0)]
-        total = functools.reduce(jnp.add, values)
-        return jnp.sum(jnp.sum(total, axis=1) if desc.rows.is_grouped else total)
-
-    def routed(place, own, part):
-        """A row of an expert times its weight, as combine adds it; zeros for a slot without one, whatever was read."""
-        values = load(rows_of_experts, lax.max(place, jnp.int32(0)), part) * own
-        return jnp.where(lax.broadcast_in_dim(place >= 0, values.shape, ()), values, 0.0)
-
-    def summed(row):
-        values = [load(x, row, part) for part in columns]
-        slots = [(row_of[row, j], row_weights[row, j].astype(jnp.float32)) for j in range(desc.top_k)]
-        for i, part in enumerate(columns if desc.has_addend else ()):
-            added = [] if parts is None else [load(parts, index, row, part) for index in range(desc.num_parts)]
-            added += [] if bias is None else [load(bias, part)]
-            added += [routed(place, own, part) for place, own in slots]
-            added += [] if shared is None else [load(shared, row, part)]
-            values[i] = values[i] + functools.reduce(jnp.add, added)
-        return values
-
-    def store_sum(row, values):
-        if total_out is not None:
-            _store(total_out, row, columns, [value.astype(desc.dtype) for value in values])
-
-    def normed(values):
-        weights = [load_rounded(weight, part) for part in columns]  # on its way while the squares are added up
-        total = added_up([value * value for value in values])
-        inverse = lax.rsqrt(total * (1.0 / desc.width) + desc.eps)
-        return [
-            (value * inverse * own.astype(jnp.float32)).astype(desc.dtype)
-            for value, own in zip(values, weights, strict=True)
-        ]
 
     def one_row(row):
-        values = summed(row)
-        store_sum(row, values)
-        normal = normed(values)
+        values = rows.summed(row)
+        rows.store_sum(total_out, row, values)
+        normal = rows.normed(values)
         if desc.quantization == "none":
-            _store(outputs[0], row, columns, normal)
+            rows.store(outputs[0], row, normal)
+            return
+        codes, scale = quantized(rows, normal)
+        rows.store(outputs[0], row, codes)
+        if desc.rows.is_grouped:
+            outputs[1].at[rows.columns[0], row][...] = scale
         else:
-            _quantize(desc, row, columns, [value.astype(jnp.float32) for value in normal], *outputs)
+            outputs[1][row] = scale
 
     cta = lax.axis_index("cta")
     if router is None:
@@ -136,40 +162,32 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, x: Ref, weight: Ref, *rest
         row = lax.div(item, jnp.int32(slices))
         first = lax.min(lax.rem(item, jnp.int32(slices)) * config.experts, jnp.int32(desc.num_experts - config.experts))
         experts = [first + index for index in range(config.experts)]
-        weights = [[load_rounded(router, expert, part) for part in columns] for expert in experts]
+        weights = [[rows.load_rounded(router, expert, part) for part in rows.columns] for expert in experts]
         biases = [0.0 if router_bias is None else router_bias[expert].astype(jnp.float32) for expert in experts]
-        values = summed(row)
-        normal = normed(values)
+        values = rows.summed(row)
+        normal = rows.normed(values)
 
         @pl.when(first == 0)
         def _():
-            store_sum(row, values)
-            _store(normal_out, row, columns, normal)
+            rows.store_sum(total_out, row, values)
+            rows.store(normal_out, row, normal)
 
         wide = [value.astype(jnp.float32) for value in normal]
         for expert, of_expert, own in zip(experts, weights, biases, strict=True):
             products = [a * b.astype(jnp.float32) for a, b in zip(wide, of_expert, strict=True)]
-            logits[row, expert] = added_up(products) + own
+            logits[row, expert] = rows.added_up(products) + own
 
     for_items_of(cta, desc.num_tokens * slices, config.num_ctas, one_slice)
 
 
-def _quantize(desc: AddNormDesc, row: Scalar, columns: list[Any], normal: list[Value], codes: Ref, scales: Ref) -> None:
-    """By the arithmetic of quantize_and_permute."""
+def quantized(rows: NormedRows, normal: list[Value]) -> tuple[list[Value], Value]:
+    """A row's codes and its scale, or those of its groups, by the arithmetic of quantize_and_permute."""
+    desc, normal = rows.desc, [value.astype(jnp.float32) for value in normal]
     if desc.rows.is_grouped:
-        (part,), (values,) = columns, normal
-        amax = jnp.max(jnp.abs(values), axis=1)
-        quantized, scale = e4m3_in_groups(values, amax, desc.rows.has_power_of_two_scales)
-        scales.at[part, row][...] = scale
-        _store(codes, row, columns, [quantized])
-        return
+        (values,) = normal
+        codes, scale = e4m3_in_groups(values, jnp.max(jnp.abs(values), axis=1), desc.rows.has_power_of_two_scales)
+        return [codes], scale
     amax = jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, normal)))
     rule = e4m3_of_row if desc.quantization == "e4m3_row" else quantize_int8_token
-    quantized, all_scales = zip(*(rule(values, amax) for values in normal), strict=True)
-    _store(codes, row, columns, quantized)
-    scales[row] = all_scales[0]
-
-
-def _store(out: Ref, row: Scalar, columns: list[Any], values: Any) -> None:
-    for part, value in zip(columns, values, strict=True):
-        out.at[row, part][...] = value
+    codes, scales = zip(*(rule(values, amax) for values in normal), strict=True)
+    return [*codes], scales[0]

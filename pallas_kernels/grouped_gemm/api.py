@@ -15,6 +15,7 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.rows import check_unpermuted_rows, in_every_tile, scales_in_every_tile
+from pallas_kernels.common.types import Leaf
 from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
@@ -100,18 +101,31 @@ def grouped_gemm(
         x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, out_scale=out_scale, tile_rows=tile_rows
     )
     of_tokens = dict(row_of=row_of, slot_weights=slot_weights, shared=shared)
-    each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
-    options: Any = (activation, out_dtype, requantize, block_m, transposes_w, quantization)
-    desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
+    desc, operands = describe_products(
+        operands, w, w_scale, bias, activation, out_dtype, requantize, block_m, transposes_w, quantization
+    )
     desc = dataclasses.replace(desc, keeps_before=keeps_before)
     desc = dataclasses.replace(desc, **_describe_sum(desc, **of_tokens))
     operands |= of_tokens
+    runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
+    return first_that_runs("grouped_gemm", runs, implementation)
+
+
+def describe_products(
+    operands: Operands,
+    w: jax.Array | tuple[jax.Array, ...],
+    w_scale: jax.Array | tuple[jax.Array, ...] | None,
+    bias: jax.Array | tuple[jax.Array, ...] | None,
+    *options: Any,
+) -> tuple[GemmDesc, Operands]:
+    """``describe_gemm`` of one weight or several side by side, and all operands by name, experts with an axis of
+    projections."""
+    each = of_each_weight(w=w, w_scale=w_scale, bias=bias)
+    desc = side_by_side([describe_gemm(operands | own, *options) for own in each], is_one=not isinstance(w, tuple))
     for own in each:
         if own["w"].ndim == 3:
             own.update({name: leaf[:, None] for name, leaf in own.items() if leaf is not None})
-    operands |= numbered(each)
-    runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
-    return first_that_runs("grouped_gemm", runs, implementation)
+    return desc, operands | numbered(each)
 
 
 def of_each_weight(**given: Any) -> list[Operands]:
@@ -142,7 +156,7 @@ def numbered(each: list[Operands]) -> Operands:
 
 
 def check_tiles(
-    x: jax.Array, tile_expert: jax.Array, num_tiles: jax.Array, block_m: int | None
+    x: Leaf, tile_expert: jax.Array, num_tiles: jax.Array, block_m: int | None
 ) -> tuple[int, int, int]:
     """(Mp, rows of x that are unpermuted or 0, rows that x_scale is for), or raise what a wrong call raises."""
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
@@ -361,7 +375,7 @@ def _describe_sum(
     return dict(num_tokens=row_of.shape[0], top_k=row_of.shape[1], shared_dtype=shared_dtype)
 
 
-def _scale_of_rows(x: jax.Array, w: jax.Array, x_scale: jax.Array | None, quantization: str) -> Any:
+def _scale_of_rows(x: Leaf, w: jax.Array, x_scale: Leaf | None, quantization: str) -> Any:
     """The kind of scale that rows get which are quantized first; "" for others."""
     if quantization == "none":
         return ""

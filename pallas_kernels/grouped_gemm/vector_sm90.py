@@ -7,7 +7,7 @@ quantizes its row does so while its weights come; every warp quantizes the whole
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -58,24 +58,48 @@ def _kernel(desc: GemmDesc, config: VectorConfig, *refs: Ref) -> None:
         _sum_of_rows(desc, config, operands, out, cta * config.block_n)
         return
     tile, first = lax.div(cta, jnp.int32(blocks)), lax.rem(cta, jnp.int32(blocks)) * config.block_n
-
-    def columns(operands: dict[str, Ref], expert: Scalar, start: int, width: int) -> None:
-        """Of one weight, whose product has ``width`` columns from ``start`` on."""
-        weight = _Weight(desc, config, operands, first - start, width)
-        (values,) = weight.multiply([(tile, expert)])
-        for column, value in zip(weight.columns, values, strict=True):
-            _store(desc, operands, out, column + (tile * desc.n + start), value)
-
-    if desc.num_experts > 1:
-        # In one condition, so that neither load waits for the other.
-        expert = jnp.where(tile < operands["num_tiles"][0], operands["tile_expert"][tile], -1)
-        pl.when(expert >= 0)(lambda: columns(operands, expert, 0, desc.n))
+    if desc.num_experts == 1:
+        columns_of_one(desc, config, operands, out, tile, first)
         return
+    # In one condition, so that neither load waits for the other.
+    expert = jnp.where(tile < operands["num_tiles"][0], operands["tile_expert"][tile], -1)
+
+    @pl.when(expert >= 0)
+    def _():
+        weight = _Weight(desc, config, operands, first, desc.n)
+        _multiply_and_store(weight, tile, expert, out, 0)
+
+
+def columns_of_one(
+    desc: GemmDesc,
+    config: VectorConfig,
+    operands: dict[str, Ref],
+    out: Ref,
+    tile: Scalar,
+    first: Scalar,
+    prepare: Callable[[], None] | None = None,
+) -> None:
+    """The columns from ``first`` on of a CTA, of one expert: of one weight, or of one of those side by side.
+
+    prepare: makes the row and its scales, where operands do not hold them before; weights are on their way then.
+    """
     for index, (start, width) in enumerate(zip(desc.starts or (0,), desc.widths or (desc.n,), strict=True)):
         given = [name for name in ("w", "w_scale", "bias") if name in operands]
         own = operands | {name: operands[desc.of_each_weight(name)[index]] for name in given}
-        run = functools.partial(columns, own, 0, start, width)
+
+        def run(own=own, start=start, width=width):
+            weight = _Weight(desc, config, own, first - start, width, prepare)
+            _multiply_and_store(weight, tile, 0, out, start)
+
         pl.when((first >= start) & (first < start + width))(run) if desc.widths else run()
+
+
+def _multiply_and_store(weight: "_Weight", tile: Scalar, expert: Scalar, out: Ref, start: int) -> None:
+    """start: of this weight's columns in the output."""
+    desc = weight.desc
+    (values,) = weight.multiply([(tile, expert)])
+    for column, value in zip(weight.columns, values, strict=True):
+        _store(desc, weight.operands, out, column + (tile * desc.n + start), value)
 
 
 def _sum_of_rows(desc: GemmDesc, config: VectorConfig, operands: dict[str, Ref], out: Ref, first: Scalar) -> None:
@@ -107,8 +131,17 @@ def _sum_of_rows(desc: GemmDesc, config: VectorConfig, operands: dict[str, Ref],
 class _Weight:
     """What a CTA multiplies single rows with: the columns from ``first`` on of a weight of N = ``n`` columns."""
 
-    def __init__(self, desc: GemmDesc, config: VectorConfig, operands: dict[str, Ref], first: Scalar, n: int):
+    def __init__(
+        self,
+        desc: GemmDesc,
+        config: VectorConfig,
+        operands: dict[str, Ref],
+        first: Scalar,
+        n: int,
+        prepare: Callable[[], None] | None = None,
+    ):
         self.desc, self.config, self.operands, self.first, self.n = desc, config, operands, first, n
+        self.prepare = prepare
         self.pieces = pieces_of_row(desc.k, desc.dtype)
         thread = simt.thread_index()
         self.lane, warp = thread & (LANES - 1), lax.shift_right_logical(thread, jnp.full_like(thread, 5))
@@ -134,6 +167,8 @@ class _Weight:
         for start in range(0, len(tiles), at_once):
             some = tiles[start : start + at_once]
             loaded = [(self._weights(expert, 0, rest), self._of_channels(expert)) for _, expert in some]
+            if start == 0 and self.prepare is not None:
+                self.prepare()
             for (tile, expert), (own, of_channels) in zip(some, loaded, strict=True):
                 total = self._of_long_row(tile, expert, turns)
                 values, scales, scale = self._row(tile, 0, rest)

@@ -54,8 +54,10 @@ def calls(monkeypatch):
         found.extend(["experts"] * any(isinstance(argument, RoutedRows) for argument in arguments))
         return kernel(*arguments, implementation="reference", **options)
 
-    for module, name in ((_fused.norm_kernel, "add_and_norm"), (_fused.rotate_kernel, "rotate_and_store")):
+    kernels = ((_fused.norm_kernel, "add_and_norm"), (_fused.rotate_kernel, "rotate_and_store"))
+    for module, name in (*kernels, (_fused.product_kernel, "norm_and_multiply"), (_fused, "grouped_gemm")):
         monkeypatch.setattr(module, name, functools.partial(stand_in, getattr(module, name)))
+    for module in (_fused.norm_kernel, _fused.rotate_kernel, _fused.product_kernel):
         monkeypatch.setattr(module, "config_error", lambda desc, config: None)
     monkeypatch.setattr(_fused, "hopper_sms", lambda: 132)
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))

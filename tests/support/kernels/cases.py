@@ -5,9 +5,15 @@ tool, since the compiler's environment has none.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
+from pallas_kernels.add_and_norm.config import QUANTIZATIONS as NORM_QUANTIZATIONS
+from pallas_kernels.add_and_norm.config import AddNormDesc
 from pallas_kernels.align.config import AlignDesc, row_capacity
 from pallas_kernels.align.config import choose_config as choose_align
 from pallas_kernels.align.kernel_sm90 import align_sm90, ranks_sm90, rows_sm90
@@ -31,6 +37,10 @@ from pallas_kernels.grouped_gemm.packed.heuristics import choose_config as choos
 from pallas_kernels.grouped_gemm.wgrad import WgradDesc
 from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
 from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
+from pallas_kernels.norm_and_multiply import NormProductDesc
+from pallas_kernels.norm_and_multiply import choose_config as choose_product
+from pallas_kernels.norm_and_multiply import config_error as product_error
+from pallas_kernels.norm_and_multiply.kernel_sm90 import norm_and_multiply_sm90, product_names
 from pallas_kernels.nvlink_dispatch.combine_sm90 import combine_sm90 as nvlink_combine_sm90
 from pallas_kernels.nvlink_dispatch.config import QUANTIZATIONS as EXCHANGE_QUANTIZATIONS
 from pallas_kernels.nvlink_dispatch.config import ExchangeDesc, PlaceDesc, choose_dispatch_config, choose_place_config
@@ -97,6 +107,20 @@ def gemm(name: str) -> GemmDesc:
 
 def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> Case:
     """The Hopper grouped GEMM on its flat operands."""
+    shapes = _gemm_shapes(desc, config)
+    if isinstance(config, VectorConfig):
+        return _case_of_operands(
+            f"grouped_gemm of single rows, {name}, {config.channels} channels", desc, config, shapes, None
+        )
+    instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
+    form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
+    form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
+    name = f"grouped_gemm {name}, {config.block_m} x {desc.projections} x {config.block_n}{form}"
+    return _case_of_operands(name, desc, config, shapes, instruction)
+
+
+def _gemm_shapes(desc: GemmDesc, config: GemmConfig | VectorConfig) -> dict[str, Shape]:
+    """Of all operands that a call may have."""
     matrices, groups_k, groups_n = desc.num_experts * desc.projections, -(-desc.k // 128), -(-desc.n // 128)
     tiles = ((desc.rows // config.block_m,), "int32")
     scaled = config.block_m if desc.unpermuted_rows else desc.rows
@@ -124,15 +148,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> C
         end = f"_{index}" if index else ""
         shapes |= {f"w{end}": ((1, n, desc.k), desc.dtype), f"w_scale{end}": (own, "float32")}
         shapes[f"bias{end}"] = ((1, n), desc.bias_dtype or "float32")
-    if isinstance(config, VectorConfig):
-        return _case_of_operands(
-            f"grouped_gemm of single rows, {name}, {config.channels} channels", desc, config, shapes, None
-        )
-    instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
-    form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
-    form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
-    name = f"grouped_gemm {name}, {config.block_m} x {desc.projections} x {config.block_n}{form}"
-    return _case_of_operands(name, desc, config, shapes, instruction)
+    return shapes
 
 
 def _case_of_operands(name: str, desc: Any, config: Any, shapes: dict[str, Shape], instruction: str | None) -> Case:
@@ -480,6 +496,38 @@ def vector_cases() -> Iterator[Case]:
         yield gemm_case(f"side by side, {name}", desc, candidates(desc, 1, H200_SMS)[0])
 
 
+def norm_and_multiply_cases() -> Iterator[Case]:
+    """One token: every kind of rows, what may be added to it, weights side by side and one, with and without biases."""
+    for width, kind in itertools.product((2048, 2880, 4096, 7168), NORM_QUANTIZATIONS):
+        for addend, widths in (("experts", (4096, 512, 512)), ("sum", (4096, 512, 512)), ("nothing", ())):
+            norm = AddNormDesc(1, width, "bfloat16", int(addend == "sum"), 1e-6, None, kind)
+            shapes: list[Shape] = [((1, width), norm.dtype), ((width,), norm.dtype)]
+            if addend == "experts":
+                norm = dataclasses.replace(norm, top_k=8, part_dtype="bfloat16")
+                shapes += [((8, width), norm.dtype), ((1, 8), "int32"), ((1, 8), "float32")]
+            shapes += [((1, 1, width), norm.dtype)] * (addend == "sum")
+            sizes: dict[str, Any] = dict(rows=1, n=sum(widths) or 704, k=width, num_experts=1, widths=widths)
+            sizes |= dict(dtype=jnp.dtype(norm.rows.out_dtype).name, bias_dtype=None if widths else "bfloat16")
+            if kind != "none":
+                is_grouped = norm.rows.is_grouped
+                sizes |= dict(lhs_scale="group", rhs_scale="block") if is_grouped else {}
+                sizes |= {} if is_grouped else dict(lhs_scale="row", rhs_scale="channel")
+            desc = NormProductDesc(norm, GemmDesc(**sizes))
+            config = choose_product(desc, H200_SMS)
+            if product_error(desc, config) is not None:
+                continue
+            names, of_product = product_names(desc), _gemm_shapes(desc.gemm, config)
+            function = functools.partial(_normed_and_multiplied, desc, config, len(shapes))
+            name = f"norm_and_multiply {width}, {kind}, {addend}, {config.channels} channels"
+            yield Case(name, function, (*shapes, *(of_product[name] for name in names)))
+
+
+def _normed_and_multiplied(desc: NormProductDesc, config: VectorConfig, count: int, *operands: Any) -> Any:
+    """count: of the norm's operands."""
+    named = dict(zip(product_names(desc), operands[count:], strict=True))
+    return norm_and_multiply_sm90(desc, config)(operands[:count], named)
+
+
 def side_by_side_cases() -> Iterator[Case]:
     """Queries, keys and values of one token, few and many: one launch reads three weights where they lie."""
     widths, k = (4096, 512, 512), 2048
@@ -680,6 +728,7 @@ def all_cases() -> Iterator[Case]:
     yield from unpermuted_cases()
     yield from side_by_side_cases()
     yield from vector_cases()
+    yield from norm_and_multiply_cases()
     yield from tuned_cases()
     yield from permute_cases()
     yield from gather_cases()

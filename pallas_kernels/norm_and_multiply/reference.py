@@ -1,0 +1,24 @@
+"""norm_and_multiply in plain jnp."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.add_and_norm.reference import add_and_norm_ref
+from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.norm_and_multiply.config import NormProductDesc
+
+
+def norm_and_multiply_ref(
+    desc: NormProductDesc, of_norm: tuple[Any, ...], product: dict[str, Any]
+) -> tuple[jax.Array, jax.Array]:
+    """product: arguments of ``grouped_gemm`` but for its rows."""
+    total, rows, *scales = add_and_norm_ref(desc.norm, *of_norm)
+    x_scale = scales[0] if scales else None
+    return total, grouped_gemm(rows, x_scale=x_scale, **product, **one_tile(), implementation="reference")
+
+
+def one_tile() -> dict[str, Any]:
+    """Arguments of a product of one row with one expert."""
+    return dict(tile_expert=jnp.zeros(1, jnp.int32), num_tiles=jnp.ones(1, jnp.int32))
