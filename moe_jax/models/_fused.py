@@ -179,7 +179,10 @@ def _of_one_token(
     weights: list[Any],
     biases: list[Array],
 ) -> _Run | None:
-    """One launch for sum, norm and products; where it does not take them, those of more tokens."""
+    """One launch for sum, norm and products; where it does not take them, those of more tokens.
+
+    Rows of experts are left to a launch of the norm: with the product, every CTA would read and add up all of them.
+    """
 
     def operands(weights):
         if all(isinstance(one, QuantizedMatrix) for one in weights):
@@ -197,7 +200,7 @@ def _of_one_token(
         return total, [y]
 
     found = operands(weights)
-    if found is not None and _takes_norm(norm, x, parts, bias, sms):
+    if found is not None and not isinstance(parts, RoutedRows) and _takes_norm(norm, x, parts, bias, sms):
         kind, w, w_scale = found
         w_bias: Any = tuple(one[None] for one in biases) or None
         options: Any = dict(eps=norm.eps, bias=bias, w_scale=w_scale, w_bias=w_bias, quantization=kind)
@@ -304,7 +307,7 @@ def _normed_and_multiplied(
     quantization: str,
     x: Array,
     weight: Array,
-    parts: Array | RoutedRows | None,
+    parts: Array | None,
     bias: Array | None,
     w: Any,
     w_scale: Any,

@@ -155,9 +155,7 @@ def numbered(each: list[Operands]) -> Operands:
     return {f"{name}_{i}" if i else name: leaf for i, own in enumerate(each) for name, leaf in own.items()}
 
 
-def check_tiles(
-    x: Leaf, tile_expert: jax.Array, num_tiles: jax.Array, block_m: int | None
-) -> tuple[int, int, int]:
+def check_tiles(x: Leaf, tile_expert: jax.Array, num_tiles: jax.Array, block_m: int | None) -> tuple[int, int, int]:
     """(Mp, rows of x that are unpermuted or 0, rows that x_scale is for), or raise what a wrong call raises."""
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
     rows = scaled = x.shape[0]

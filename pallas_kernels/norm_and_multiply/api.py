@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from pallas_kernels.add_and_norm.api import Operands as NormOperands
 from pallas_kernels.add_and_norm.api import describe_norm, kernel_operands
 from pallas_kernels.add_and_norm.config import QUANTIZATIONS
-from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.grouped_gemm.api import Operands, describe_products, flattened
@@ -22,7 +21,7 @@ from pallas_kernels.norm_and_multiply.reference import norm_and_multiply_ref, on
 def norm_and_multiply(
     x: jax.Array,
     weight: jax.Array,
-    addend: jax.Array | RoutedRows | None,
+    addend: jax.Array | None,
     w: jax.Array | tuple[jax.Array, ...],
     *,
     eps: float,
@@ -41,7 +40,8 @@ def norm_and_multiply(
     Args:
         x: (1, H).
         weight: (H,) of the norm, of the same dtype.
-        addend, bias, eps: as of ``add_and_norm``.
+        addend: (1, H) of the same dtype, or partial sums (P, R, H), as of ``add_and_norm``; None for zeros.
+        eps, bias: as of ``add_and_norm``.
         w: (1, N, H) of the norm's dtype; a tuple gives the products of several weights side by side, N being their sum.
         w_scale, w_bias: as ``w_scale`` and ``bias`` of ``grouped_gemm``; tuples where w is one.
         quantization: of the norm, "none", "e4m3_row", "int8_row", "e4m3_group" or "e4m3_group_ue8m0".
@@ -76,7 +76,7 @@ def norm_and_multiply(
 def describe(
     x: jax.Array,
     weight: jax.Array,
-    addend: jax.Array | RoutedRows | None,
+    addend: jax.Array | None,
     w: jax.Array | tuple[jax.Array, ...],
     *,
     eps: float,

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.add_and_norm import add_and_norm
-from pallas_kernels.combine import RoutedRows
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm.vector import VectorConfig
 from pallas_kernels.norm_and_multiply import choose_config, config_error, describe, norm_and_multiply
@@ -27,7 +26,7 @@ KINDS = {
     "fp8 block": ("e4m3_group", "bfloat16", "block"),
     "fp8 block ue8m0": ("e4m3_group_ue8m0", "bfloat16", "block"),
 }
-ADDENDS = ["nothing", "one", "parts and bias", "experts"]
+ADDENDS = ["nothing", "one", "parts and bias"]
 
 
 def make(name, width, widths, addend, *, has_bias=False):
@@ -56,10 +55,6 @@ def make(name, width, widths, addend, *, has_bias=False):
     if addend == "parts and bias":
         added = normal(3, 4, width, dtype="float32").at[:, 1:].set(jnp.nan)
         options["bias"] = normal(width)
-    if addend == "experts":  # a slot without one, rows that no slot names
-        rows = normal(6, width).at[jnp.asarray([0, 3])].set(jnp.nan)
-        slots = jnp.asarray([[5, -1, 1, 2]], jnp.int32)
-        added = RoutedRows(rows, slots, normal(1, 4, dtype="float32"), normal(1, width, dtype="float32"))
     several = widths if isinstance(widths, tuple) else (widths,)
     w = tuple(weight(n) for n in several)
     if scale != "none":
@@ -101,11 +96,7 @@ def exact(call):
     (x, weight, addend, w), options = call
     as_float = lambda a: np.asarray(a, np.float64)  # noqa: E731
     wide = as_float(x)
-    if isinstance(addend, RoutedRows):
-        wide = wide + as_float(addend.shared)
-        for place, own in zip(np.asarray(addend.row_of)[0], as_float(addend.weights)[0], strict=True):
-            wide = wide + (own * as_float(addend.rows)[place] if place >= 0 else 0)
-    elif addend is not None:
+    if addend is not None:
         wide = wide + (as_float(addend) if addend.ndim == 2 else as_float(addend)[:, :1].sum(0))
     wide = wide + (0 if options["bias"] is None else as_float(options["bias"]))
     normal = wide / np.sqrt((wide**2).mean() + EPS) * as_float(weight)

@@ -499,12 +499,9 @@ def vector_cases() -> Iterator[Case]:
 def norm_and_multiply_cases() -> Iterator[Case]:
     """One token: every kind of rows, what may be added to it, weights side by side and one, with and without biases."""
     for width, kind in itertools.product((2048, 2880, 4096, 7168), NORM_QUANTIZATIONS):
-        for addend, widths in (("experts", (4096, 512, 512)), ("sum", (4096, 512, 512)), ("nothing", ())):
+        for addend, widths in (("sum", (4096, 512, 512)), ("nothing", ())):
             norm = AddNormDesc(1, width, "bfloat16", int(addend == "sum"), 1e-6, None, kind)
             shapes: list[Shape] = [((1, width), norm.dtype), ((width,), norm.dtype)]
-            if addend == "experts":
-                norm = dataclasses.replace(norm, top_k=8, part_dtype="bfloat16")
-                shapes += [((8, width), norm.dtype), ((1, 8), "int32"), ((1, 8), "float32")]
             shapes += [((1, 1, width), norm.dtype)] * (addend == "sum")
             sizes: dict[str, Any] = dict(rows=1, n=sum(widths) or 704, k=width, num_experts=1, widths=widths)
             sizes |= dict(dtype=jnp.dtype(norm.rows.out_dtype).name, bias_dtype=None if widths else "bfloat16")
