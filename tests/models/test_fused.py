@@ -332,6 +332,72 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name, is_joined):
     np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
 
 
+@pytest.mark.parametrize("has_biases", [False, True])
+@pytest.mark.parametrize("name", [None, "fp8_block", "fp8_channel", "int8_w8a8"])
+def test_projections_of_one_token(calls, monkeypatch, name, has_biases):
+    """Sum, norm and three products in one call, with the bits of the steps apart; gradients pass rounding straight."""
+    rng, hidden, sizes = np.random.default_rng(0), 512, (256, 128, 128)
+    norm, dtype = RMSNorm(hidden, eps=1e-6, rngs=nnx.Rngs(0)), jnp.bfloat16
+    x = jnp.asarray(rng.standard_normal((1, 1, hidden)), dtype)
+    addend = PartialSums(jnp.asarray(rng.standard_normal((2, 8, hidden)), jnp.float32), (1, 1))
+    modules = tuple(Linear(hidden, size, use_bias=has_biases, rngs=nnx.Rngs(1)) for size in sizes)
+    for module in modules:
+        if has_biases:
+            module.bias[...] = jnp.asarray(rng.standard_normal(module.bias.shape), dtype)
+        if name is not None:
+            scheme = Scheme.parse(name)
+            matrix = method_for(scheme).quantize_matrix(module.weight[...].astype(jnp.float32))
+            module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
+    backends = {("reference",): BACKENDS["reference"], None: _Joining()}
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backends[implementation])
+    total, products = _fused.added_and_projected(norm, x, addend, modules, 132)
+    assert calls == ["norm_and_multiply"] and len(products) == 1
+    apart, normal = _fused.added_and_normed(norm, x, addend, 132)
+    np.testing.assert_array_equal(total, apart)
+    for y, module in zip(jnp.split(products[0].whole(dtype), np.cumsum(sizes)[:-1], axis=-1), modules, strict=True):
+        np.testing.assert_allclose(y, module(normal), rtol=2**-7, atol=2**-7 * float(jnp.abs(y).max()))
+
+    def loss(x, is_fused):
+        if is_fused:
+            return _fused.added_and_projected(norm, x, addend, modules, 132)[1][0].whole(jnp.float32).sum()
+        normal = norm((x.astype(jnp.float32) + addend.whole(jnp.float32)).astype(dtype))
+        return sum(module(normal).astype(jnp.float32).sum() for module in modules)
+
+    ours, theirs = (np.asarray(jax.grad(loss)(x, is_fused), np.float64) for is_fused in (True, False))
+    np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
+    rows = RoutedRows(x[0], jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
+    del calls[:]
+    found = _fused.added_and_projected(norm, x, rows, modules, 132)  # of experts: a launch of the norm adds them
+    assert (found is None, calls) == ((True, []) if name is None else (False, ["add_and_norm", "experts"]))
+
+
+def test_products_of_one_token(calls):
+    """One token's products with plain weights side by side; those of more tokens, adapters and float32 are XLA's."""
+    x = jax.random.normal(jax.random.key(0), (1, 1, 512), jnp.bfloat16)
+    modules = tuple(Linear(512, size, use_bias=True, rngs=nnx.Rngs(size)) for size in (256, 64))
+    for module in modules:
+        module.bias[...] = jnp.arange(module.bias.size, dtype=jnp.bfloat16) / 8
+    found = _fused.product_of_one_token(modules, x, 132)
+    assert calls == ["grouped_gemm"] and found.parts.shape == (1, 1, 320)
+    expected = np.concatenate([module(x) for module in modules], axis=-1).astype(np.float32)
+    np.testing.assert_allclose(found.whole(jnp.float32), expected, rtol=2**-7, atol=1e-2)
+
+    def loss(x, is_fused):
+        y = _fused.product_of_one_token(modules, x, 132).parts if is_fused else [module(x) for module in modules]
+        return sum(one.astype(jnp.float32).sum() for one in y)
+
+    np.testing.assert_allclose(*(np.asarray(jax.grad(loss)(x, own), np.float32) for own in (True, False)), atol=1e-2)
+    for sms, tokens in ((None, x), (132, jnp.ones((2, 1, 512), x.dtype)), (132, x.astype(jnp.float32))):
+        assert _fused.product_of_one_token(modules, tokens, sms) is None
+    assert _fused.product_of_one_token(modules, x[:0], 132) is None
+    narrow = Linear(512, 62, rngs=nnx.Rngs(0))
+    assert _fused.product_of_one_token((narrow,), x, 132) is None  # no multiple of a CTA's columns
+    modules[1].bias = None
+    assert _fused.product_of_one_token(modules, x, 132) is None  # one bias of two
+    modules[0].lora = object()
+    assert _fused.product_of_one_token(modules[:1], x, 132) is None
+
+
 def test_what_is_not_projected_with_the_norm(calls, monkeypatch):
     """Weights that are not quantized, adapters, and matrices whose backend quantizes rows itself."""
     norm, x = RMSNorm(512, eps=1e-6, rngs=nnx.Rngs(0)), jnp.ones((2, 1, 512), jnp.bfloat16)
