@@ -109,7 +109,7 @@ def load(ref: Ref, index: Value, mask: Value, default: int) -> Value:
 
 
 def load_float(ref: Ref, index: Value, mask: Value, default: float) -> Value:
-    """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16."""
+    """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16 in global memory."""
     dtype = jnp.dtype(ref.dtype)
     fetch, widen = _FLOAT_LOADS[dtype.name]
     text = f"mov.b32 $0, {{default}}; @p ld.{{space}}.{fetch}; {widen}"
@@ -273,12 +273,6 @@ def value_of(array: mgpu.FragmentedArray) -> ir.Value:
     """Each thread's value of an array of one element a thread."""
     (register,) = array.registers.flat
     return vector.extract(register, [], [0])
-
-
-def elements_of(register: ir.Value) -> list[ir.Value]:
-    """The elements of an MLIR vector."""
-    (length,) = ir.VectorType(register.type).shape
-    return [vector.extract(register, [], [i]) for i in range(length)]
 
 
 def wrap(value: ir.Value) -> mgpu.FragmentedArray:

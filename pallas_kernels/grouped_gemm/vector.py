@@ -8,13 +8,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.sm90 import LANES, WARPS
 from pallas_kernels.common.types import Dtype
-from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
+from pallas_kernels.grouped_gemm.problem import GemmDesc
 
 CHUNK = 4  # loads of a weight row that are under way together where a row takes more than ``MOST_PIECES``
 MOST_PIECES = 8  # of a row that a warp holds at once
-MOST_COLUMNS = 4096  # of a row that a warp holds while it quantizes them
-COLUMNS_AT_ONCE = 2048  # of shorter rows that a warp holds together then
-MOST_CODES = 56 * 1024  # bytes of what a CTA quantizes: with more, fewer than four CTAs of an SM have room
 MOST_LOADS = 16  # of a warp's weight rows that are under way together: 64 registers a thread
 MOST_ROWS = 32  # of a token that are added up: the code has each of them apart and grows with their square
 _CHANNELS = (4, 2, 1)  # the most first
@@ -59,19 +56,6 @@ def pieces_of_row(k: int, dtype: Dtype) -> list[Piece]:
     return found
 
 
-def rows_of_cta(desc: GemmDesc) -> int:
-    """Rows of x that a CTA multiplies."""
-    return 1 if desc.unpermuted_rows or not desc.top_k else desc.rows
-
-
-def parts_of_row(desc: GemmDesc) -> int:
-    """Into how many parts a row is cut that a CTA quantizes first, each for one warp: 1 where each warp has whole rows,
-    or where parts would cut a group or a load."""
-    unit = SCALE_GROUP if desc.lhs_scale == "group" else 2 * LANES
-    has_rows = rows_of_cta(desc) % WARPS == 0 and desc.k <= MOST_COLUMNS
-    return 1 if has_rows or desc.k % (WARPS * unit) else WARPS
-
-
 def single_rows_refusal(k: int, widths: Sequence[int], dtype: Dtype, channels: int = 1) -> str | None:
     """Why warps of ``channels`` columns cannot multiply single rows with weights of these widths, or None."""
     if sum(piece.width for piece in pieces_of_row(k, dtype)) != k:
@@ -100,10 +84,8 @@ def vector_error(desc: GemmDesc, config: VectorConfig) -> str | None:
         return "the sum of rows: of one token, neither requantized nor of weights side by side"
     if desc.requantize == "group":
         return "requantize='group' of single rows: the columns of a group lie in several CTAs"
-    if desc.quantization != "none" and (columns := desc.k // parts_of_row(desc)) > MOST_COLUMNS:
-        return f"K={desc.k}: of {columns} columns for a warp that quantizes them; it holds {MOST_COLUMNS}"
-    if desc.quantization != "none" and rows_of_cta(desc) * desc.k > MOST_CODES:
-        return f"{rows_of_cta(desc)} rows of K={desc.k}: a CTA that quantizes them has room for {MOST_CODES} codes"
+    if desc.quantization != "none" and len(pieces_of_row(desc.k, desc.dtype)) > MOST_PIECES:
+        return f"K={desc.k}: a warp that quantizes its row holds {MOST_PIECES} loads of it"
     return None
 
 

@@ -2,9 +2,8 @@
 
 A CTA is one warpgroup. Each of its warps takes a few columns of one row of the output: it loads their weight rows into
 registers, a vector a lane and piece of K, multiplies them with the row, and adds up over its lanes. Nothing is staged
-in shared memory and no warp waits for another one, so loads are under way as soon as the launch begins. Where the CTA
-quantizes its rows first (vector_rows_sm90.py), it does so while weights come, and warps read their codes from shared
-memory.
+in shared memory and no warp waits for another one, so loads are under way as soon as the launch begins. A CTA that
+quantizes its row does so while its weights come; every warp quantizes the whole row for itself.
 """
 
 import functools
@@ -12,28 +11,22 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.numerics import reciprocal
+from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, int8_token_factors, reciprocal
+from pallas_kernels.common.numerics_sm90 import cast_int8_in, divisor, e4m3_codes
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import LANES, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
-from pallas_kernels.grouped_gemm.vector import (
-    CHUNK,
-    MOST_LOADS,
-    MOST_PIECES,
-    Piece,
-    VectorConfig,
-    pieces_of_row,
-)
-from pallas_kernels.grouped_gemm.vector_rows_sm90 import RowsOfCta, rolled, scratch_types
+from pallas_kernels.grouped_gemm.vector import CHUNK, MOST_LOADS, MOST_PIECES, Piece, VectorConfig, pieces_of_row
 
 _RESULT = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, simt.LANES)
 
@@ -45,9 +38,7 @@ def grouped_gemv_sm90(desc: GemmDesc, config: VectorConfig) -> Kernel:
     """
     rows = 1 if desc.top_k else desc.rows
     out = jax.ShapeDtypeStruct((rows * desc.n,), desc.stored_dtype)
-    scratch = scratch_types(desc) if desc.quantization != "none" else {}
-    num_ctas = rows * (desc.n // config.block_n)
-    call = row_kernel(functools.partial(_kernel, desc, config), out, num_ctas, scratch_types=scratch)
+    call = row_kernel(functools.partial(_kernel, desc, config), out, rows * (desc.n // config.block_n))
     flat = [name for name in desc.operand_names if name.startswith(("w_scale", "bias", "x_scale", "shared"))]
 
     def run(operands):
@@ -57,38 +48,26 @@ def grouped_gemv_sm90(desc: GemmDesc, config: VectorConfig) -> Kernel:
     return run
 
 
-def _kernel(desc: GemmDesc, config: VectorConfig, *refs: Ref, **scratch: Ref) -> None:
+def _kernel(desc: GemmDesc, config: VectorConfig, *refs: Ref) -> None:
     mosaic.begin()
     operands = dict(zip(desc.operand_names, refs, strict=False))
     out = refs[-1]
     blocks = desc.n // config.block_n
     cta = lax.axis_index("cta")
     if desc.top_k:
-        _sum_of_rows(desc, config, operands, out, cta * config.block_n, scratch)
+        _sum_of_rows(desc, config, operands, out, cta * config.block_n)
         return
     tile, first = lax.div(cta, jnp.int32(blocks)), lax.rem(cta, jnp.int32(blocks)) * config.block_n
-    operands, prepare = _quantizing(desc, operands, tile, scratch)
     if desc.num_experts == 1:
-        columns_of_one(desc, config, operands, out, tile, first, prepare)
+        columns_of_one(desc, config, operands, out, tile, first)
         return
     # In one condition, so that neither load waits for the other.
     expert = jnp.where(tile < operands["num_tiles"][0], operands["tile_expert"][tile], -1)
 
     @pl.when(expert >= 0)
     def _():
-        weight = _Weight(desc, config, operands, prepare, first, desc.n)
+        weight = _Weight(desc, config, operands, first, desc.n)
         _multiply_and_store(weight, tile, expert, out, 0)
-
-
-def _quantizing(
-    desc: GemmDesc, operands: dict[str, Ref], tile: Scalar, scratch: dict[str, Ref]
-) -> tuple[dict[str, Ref], Callable[[], None] | None]:
-    """(operands with codes and scales in ``scratch`` for the rows from ``tile`` on, what fills it) where a CTA
-    quantizes its rows; else operands as they are, and None."""
-    if not scratch:
-        return operands, None
-    rows = RowsOfCta(desc, operands, 0 if desc.unpermuted_rows else tile, **scratch)
-    return operands | dict(x=rows.codes, x_scale=rows.scales), rows.quantize
 
 
 def columns_of_one(
@@ -102,14 +81,14 @@ def columns_of_one(
 ) -> None:
     """The columns from ``first`` on of a CTA, of one expert: of one weight, or of one of those side by side.
 
-    prepare: as of ``_Weight``.
+    prepare: makes the row and its scales, where operands do not hold them before; weights are on their way then.
     """
     for index, (start, width) in enumerate(zip(desc.starts or (0,), desc.widths or (desc.n,), strict=True)):
         given = [name for name in ("w", "w_scale", "bias") if name in operands]
         own = operands | {name: operands[desc.of_each_weight(name)[index]] for name in given}
 
         def run(own=own, start=start, width=width):
-            weight = _Weight(desc, config, own, prepare, first - start, width)
+            weight = _Weight(desc, config, own, first - start, width, prepare)
             _multiply_and_store(weight, tile, 0, out, start)
 
         pl.when((first >= start) & (first < start + width))(run) if desc.widths else run()
@@ -123,9 +102,7 @@ def _multiply_and_store(weight: "_Weight", tile: Scalar, expert: Scalar, out: Re
         _store(desc, weight.operands, out, column + (tile * desc.n + start), value)
 
 
-def _sum_of_rows(
-    desc: GemmDesc, config: VectorConfig, operands: dict[str, Ref], out: Ref, first: Scalar, scratch: dict[str, Ref]
-) -> None:
+def _sum_of_rows(desc: GemmDesc, config: VectorConfig, operands: dict[str, Ref], out: Ref, first: Scalar) -> None:
     """Columns from ``first`` on of the weighted sum of one token's rows, in the order of tiles."""
     slots = range(desc.top_k)
     row_of = [operands["row_of"][0, slot] for slot in slots]
@@ -138,7 +115,7 @@ def _sum_of_rows(
         parts = [jnp.where(own, weight, 0.0) for own, weight in zip(is_own, weights, strict=True)]
         factor = functools.reduce(jnp.add, parts)
         tiles.append((expert, is_used, factor))
-    weight = _Weight(desc, config, *_quantizing(desc, operands, 0, scratch), first, desc.n)
+    weight = _Weight(desc, config, operands, first, desc.n)
     rows = weight.multiply([(tile, lax.max(expert, jnp.int32(0))) for tile, (expert, _, _) in enumerate(tiles)])
     for channel, column in enumerate(weight.columns):
         total = weight.zero
@@ -152,23 +129,19 @@ def _sum_of_rows(
 
 
 class _Weight:
-    """What a CTA multiplies single rows with: the columns from ``first`` on of a weight of N = ``n`` columns.
-
-    prepare: makes the rows and their scales, where operands do not hold them before; weights are on their way then.
-    """
+    """What a CTA multiplies single rows with: the columns from ``first`` on of a weight of N = ``n`` columns."""
 
     def __init__(
         self,
         desc: GemmDesc,
         config: VectorConfig,
         operands: dict[str, Ref],
-        prepare: Callable[[], None] | None,
         first: Scalar,
         n: int,
+        prepare: Callable[[], None] | None = None,
     ):
         self.desc, self.config, self.operands, self.first, self.n = desc, config, operands, first, n
         self.prepare = prepare
-        self.rows = operands["x"].shape[0]
         self.pieces = pieces_of_row(desc.k, desc.dtype)
         thread = simt.thread_index()
         self.lane, warp = thread & (LANES - 1), lax.shift_right_logical(thread, jnp.full_like(thread, 5))
@@ -188,9 +161,7 @@ class _Weight:
         desc = self.desc
         sums, turns = [], 0
         if len(self.pieces) > MOST_PIECES:
-            # Loads behind the loop are under way while rows are made.
-            whole = sum(piece.vector == self.pieces[0].vector for piece in self.pieces)
-            turns = (whole - (self.prepare is not None)) // CHUNK
+            turns = sum(piece.vector == self.pieces[0].vector for piece in self.pieces) // CHUNK
         rest = self.pieces[turns * CHUNK :]
         at_once = max(1, MOST_LOADS // max(1, desc.projections * self.config.channels * len(rest)))
         for start in range(0, len(tiles), at_once):
@@ -217,7 +188,9 @@ class _Weight:
             return self._added(sums, expert, offset, some, loaded, values, scales)
 
         sums = (zero,) * (desc.projections * self.config.channels)
-        return lax.fori_loop(0, rolled(turns, self.operands["num_tiles"]), one_turn, sums) if turns else sums
+        # A number that LLVM does not know: it unrolls no loop of so many turns.
+        hidden = lax.min(jnp.int32(turns), self.operands["num_tiles"][0] + turns)
+        return lax.fori_loop(0, hidden, one_turn, sums) if turns else sums
 
     def _matrices(self, expert: Scalar) -> list[Scalar]:
         return [expert * self.desc.projections + projection for projection in range(self.desc.projections)]
@@ -237,7 +210,7 @@ class _Weight:
         self, tile: Scalar, offset: Scalar, some: list[Piece]
     ) -> tuple[list[Value], list[Value | None], Value | None]:
         """Pieces of a row as they are multiplied, the scales of each lane's columns there, and the row's scale."""
-        desc, row = self.desc, 0 if self.rows == 1 else tile
+        desc, row = self.desc, 0 if self.desc.unpermuted_rows else tile
         given = [
             mosaic.load(
                 self.operands["x"].at[row, pl.ds(offset + piece.start, piece.width)],
@@ -246,9 +219,12 @@ class _Weight:
             )
             for piece in some
         ]
+        if desc.quantization != "none":
+            return _quantized(desc, some, given)
         scales: list[Value | None] = [None] * len(some)
         if desc.is_block_scaled:
-            scales = [self.number("x_scale", self._groups(piece, offset) * self.rows + row) for piece in some]
+            room = 1 if desc.unpermuted_rows else desc.rows
+            scales = [self.number("x_scale", self._groups(piece, offset) * room + row) for piece in some]
         scale = None
         if desc.lhs_scale in ("row", "tensor"):
             scale = self.number("x_scale", self.nothing + (row if desc.lhs_scale == "row" else 0))
@@ -337,12 +313,49 @@ def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, val
     simt.store_bits(out, index, bits, (thread & (LANES - 1)) == 0, jnp.dtype(desc.stored_dtype).itemsize)
 
 
+def _quantized(
+    desc: GemmDesc, pieces: list[Piece], given: list[Value]
+) -> tuple[list[Value], list[Value | None], Value | None]:
+    """A row in ``pieces`` -> its codes as they are multiplied, the scales of each lane's groups, the row's scale."""
+    values = [value.astype(jnp.float32) for value in given]
+    largest = [_largest(piece, value) for piece, value in zip(pieces, values, strict=True)]
+    if desc.lhs_scale == "group":
+        amaxes = [_over_group(piece, bits) for piece, bits in zip(pieces, largest, strict=True)]
+        scales = [e4m3_group_scale(amax, desc.quantization.endswith("_ue8m0")) for amax in amaxes]
+        codes = [_codes(*one) for one in zip(pieces, values, scales, strict=True)]
+        return codes, [*scales], None
+    amax = lax.bitcast_convert_type(simt.warp_max(functools.reduce(jnp.maximum, largest)), jnp.float32)
+    if desc.dtype == "int8":
+        inverse, scale = int8_token_factors(amax)
+        factors = [value * _spread(piece, inverse) for piece, value in zip(pieces, values, strict=True)]
+        layouts = [mosaic.row_a_warp(piece.vector).reduce(0) for piece in pieces]
+        return [*map(cast_int8_in, factors, layouts)], [None] * len(pieces), scale
+    scale = e4m3_row_scale(amax)
+    codes = [_codes(piece, value, scale) for piece, value in zip(pieces, values, strict=True)]
+    return codes, [None] * len(pieces), scale
+
+
+def _codes(piece: Piece, values: Value, scale: Value) -> Value:
+    """e4m3 codes of a piece, in float32. scale: each thread's."""
+    inverse, scale = (_spread(piece, one) for one in divisor(scale))
+    return _wide(e4m3_codes(values, inverse, scale))
+
+
 def _wide(values: Value) -> Value:
     """Codes and 16-bit numbers as they are multiplied: int8 as it is, others in float32."""
     if values.dtype == jnp.int8:
         return values
     values = values.astype(jnp.float16) if values.dtype == jnp.float8_e4m3fn else values
     return values.astype(jnp.float32)
+
+
+def _over_group(piece: Piece, bits: Value) -> Value:
+    """The largest of each 128 columns, as float32, in the threads that hold them. bits: of each thread's largest."""
+    distance = min(SCALE_GROUP // piece.vector, LANES) // 2
+    while distance:
+        bits = jnp.maximum(bits, simt.of_lane(bits, distance))
+        distance //= 2
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 # Below: one value a thread from the vectors that it holds, and back.
@@ -364,7 +377,7 @@ def _dot(piece: Piece, weights: Value, row: Value) -> Value:
 
 
 def _dot_float32(a: ir.Value, b: ir.Value) -> ir.Value:
-    (x, y), *others = zip(simt.elements_of(a), simt.elements_of(b), strict=True)
+    (x, y), *others = zip(_elements(a), _elements(b), strict=True)
     total = arith.mulf(x, y)
     for x, y in others:
         total = llvm.intr_fma(x, y, total)
@@ -385,4 +398,39 @@ def _words(codes: ir.Value) -> Iterator[ir.Value]:
         yield arith.extui(simt.integer(32), mgpu.utils.bitcast(codes, simt.integer(16)))
         return
     words = mgpu.utils.bitcast(codes, ir.VectorType.get((length // 4,), simt.integer(32)))
-    yield from simt.elements_of(words)
+    yield from _elements(words)
+
+
+def _elements(register: ir.Value) -> list[ir.Value]:
+    (length,) = ir.VectorType(register.type).shape
+    return [vector.extract(register, [], [i]) for i in range(length)]
+
+
+def _largest(piece: Piece, values: Value) -> Value:
+    """The bits of each thread's largest magnitude of a row's piece in float32. NaN is above all."""
+
+    @simt.inline(mosaic.row_a_warp(piece.vector).reduce(0), result=_RESULT)
+    def run(ctx, values):
+        del ctx
+        (register,) = values.registers.flat
+        sign = simt.integer_constant(0x7FFFFFFF, 32)
+        bits = [arith.andi(arith.bitcast(simt.integer(32), x), sign) for x in _elements(register)]
+        return simt.wrap(functools.reduce(arith.maxsi, bits))
+
+    return run(values)
+
+
+def _spread(piece: Piece, value: Value) -> Value:
+    """Each thread's float32 ``value`` in all that it holds of a row's piece."""
+    layout = mosaic.row_a_warp(piece.vector).reduce(0)
+
+    @simt.inline(simt.LANES, result=plgpu.ShapeDtypeStruct((piece.width,), jnp.float32, layout))
+    def run(ctx, value):
+        del ctx
+        kind = ir.VectorType.get((piece.vector,), ir.F32Type.get())
+        register = vector.broadcast(kind, simt.value_of(value))
+        shape = layout.to_mgpu().registers_shape((piece.width,))
+        registers = np.full(shape, register, dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
+
+    return run(value)

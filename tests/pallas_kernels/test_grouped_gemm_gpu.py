@@ -111,15 +111,13 @@ def test_single_rows_requantized(is_rounded_first):
     np.testing.assert_allclose(found, expected, rtol=0.13, atol=2**-9)
 
 
-QUANTIZED = {"e4m3_row": "fp8_row", "int8_row": "int8_row", "e4m3_group": "fp8_block", "e4m3_group_ue8m0": "fp8_block"}
-
-
 @pytest.mark.parametrize("given", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("k", [320, 768, 2048, 2880, 14336])
-@pytest.mark.parametrize("quantization", QUANTIZED)
+@pytest.mark.parametrize("k", [768, 2048, 2880])
+@pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_group", "e4m3_group_ue8m0", "int8_row"])
 def test_single_rows_that_are_quantized_first(quantization, k, given):
     """The bits of a product whose rows another launch has quantized; rows of zeros, a NaN and an infinity too."""
-    problem = make_problem(QUANTIZED[quantization], [3, 0, 1, 4], k=k, n=256, block_m=1, spare_tiles=0, bias="float32")
+    kind = {"e4m3_row": "fp8_row", "int8_row": "int8_row"}.get(quantization, "fp8_block")
+    problem = make_problem(kind, [3, 0, 1, 4], k=k, n=256, block_m=1, spare_tiles=0, bias="float32")
     _, w, *tiles = problem.args
     options: Any = dict(w_scale=problem.kwargs["w_scale"], bias=problem.kwargs["bias"], config=VectorConfig(2))
     x = np.random.default_rng(k).standard_normal((8, k)) * np.exp2(np.arange(-4.0, 4.0))[:, None]
@@ -160,95 +158,6 @@ def test_single_rows_added_up(kind, k, is_shared):
     bound = gemm_tolerance(kind, jnp.float32, tensor_core=True).bound(magnitude)
     assert found.shape == (1, 208)
     assert np.abs(np.asarray(found)[0] - expected).max() <= bound
-
-
-def quantized_and_added_up(quantization, rows, k, given=jnp.bfloat16, is_shared=False, bias="float32", broken=None):
-    """(by one launch, by two that share the work, in float64, magnitude of the sum) of a token's rows in another order
-    than its slots. One tile is out of use, another is that of a masked slot; both hold NaN.
-
-    broken: what stands in a row in use.
-    """
-    kind = QUANTIZED[quantization]
-    sizes = [rows // 2, 0, rows - rows // 2 - 1]
-    problem = make_problem(kind, sizes, k=k, n=208, block_m=1, spare_tiles=1, bias=bias)
-    _, w, *tiles = problem.args
-    own = {name: problem.kwargs[name] for name in ("w_scale", "bias")}
-    rng = np.random.default_rng(rows * k)
-    x = rng.standard_normal((rows, k)) * np.exp2(np.arange(rows) - 4.0)[:, None]
-    used = rng.permutation(np.arange(1 if rows > 2 else 0, rows - 1))
-    x[np.setdiff1d(np.arange(rows), used)] = np.nan
-    if broken is not None:
-        x[used[-1], k - 1] = broken
-    row_of = np.full((1, rows), -1, np.int32)
-    row_of[0, rows - len(used) :] = used
-    slot_weights = rng.uniform(-1.0, 1.0, (1, rows)).astype(np.float32)
-    shared = jnp.full((1, 208), 3.0, jnp.bfloat16) if is_shared else None
-    arrays = jnp.asarray(x, given), w, own, jnp.asarray(row_of), jnp.asarray(slot_weights), shared
-    options: Any = dict(out_dtype=jnp.float32, implementation="hopper")
-
-    def alone(x, w, own, row_of, slot_weights, shared):
-        added: Any = dict(row_of=row_of, slot_weights=slot_weights, shared=shared)
-        return grouped_gemm(x, w, *tiles, quantization=quantization, **own, **added, **options)
-
-    def of_codes(x, w, own, row_of, slot_weights, shared):
-        codes, scale = quantize_and_permute(x, quantization=quantization, implementation="hopper")
-        added: Any = dict(row_of=row_of, slot_weights=slot_weights, shared=shared)
-        return grouped_gemm(codes, w, *tiles, x_scale=scale, **own, **added, **options), codes, scale
-
-    found = np.asarray(jax.jit(alone)(*arrays))
-    apart, codes, scale = (np.asarray(one) for one in jax.jit(of_codes)(*arrays))
-    x64, w64 = codes[used].astype(np.float64), np.asarray(w).astype(np.float64)
-    w_scale = np.asarray(own["w_scale"], np.float64)
-    if kind == "fp8_block":
-        x64 *= np.repeat(scale.astype(np.float64), 128, axis=0)[:k].T[used]
-        w64 *= np.repeat(np.repeat(w_scale, 128, 1), 128, 2)[:, :208, :k]
-    else:
-        x64 *= scale[used].astype(np.float64)[:, None]
-        w64 *= w_scale[:, :, None]
-    experts = problem.row_expert[used]
-    products = np.einsum("mk,mnk->mn", x64, w64[experts])
-    products += 0.0 if bias is None else np.asarray(own["bias"]).astype(np.float64)[experts]
-    factors = slot_weights[0, rows - len(used) :].astype(np.float64)
-    expected = factors @ products + (3.0 if is_shared else 0.0)
-    return found, apart, expected[None], np.abs(factors) @ np.abs(products).max(axis=1) + 3.0
-
-
-def check_quantized_and_added_up(quantization, *arguments, **options):
-    found, apart, expected, magnitude = quantized_and_added_up(quantization, *arguments, **options)
-    assert found.shape == (1, 208) and np.isfinite(found).all()
-    np.testing.assert_array_equal(found, apart)
-    bound = gemm_tolerance(QUANTIZED[quantization], jnp.float32, tensor_core=True).bound(magnitude)
-    assert np.abs(found - expected).max() <= bound
-
-
-# By rows, by parts of rows, and by all warps alike; three and six rows are no whole fours.
-@pytest.mark.parametrize("k", [320, 768, 1408, 2048, 2880])
-@pytest.mark.parametrize("rows", [2, 3, 4, 6, 8])
-@pytest.mark.parametrize("quantization", QUANTIZED)
-def test_single_rows_quantized_and_added_up(quantization, rows, k):
-    """The bits of rows that another launch has quantized, whose sum is right."""
-    check_quantized_and_added_up(quantization, rows, k, is_shared=rows == 8, bias=None if rows == 6 else "bfloat16")
-
-
-@pytest.mark.parametrize(("rows", "k"), [(2, 14336), (3, 8192), (32, 768), (12, 4096)])
-@pytest.mark.parametrize("quantization", QUANTIZED)
-def test_many_and_long_single_rows_quantized_and_added_up(quantization, rows, k):
-    check_quantized_and_added_up(quantization, rows, k, is_shared=True)
-
-
-@pytest.mark.parametrize("given", [jnp.float16, jnp.float32])
-@pytest.mark.parametrize(("rows", "k"), [(8, 768), (8, 2048), (4, 2880), (2, 8192)])
-@pytest.mark.parametrize("quantization", QUANTIZED)
-def test_single_rows_of_other_types_quantized_and_added_up(quantization, rows, k, given):
-    check_quantized_and_added_up(quantization, rows, k, given)
-
-
-@pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize(("rows", "k"), [(8, 768), (2, 2048), (4, 2880), (2, 320)])
-@pytest.mark.parametrize("quantization", QUANTIZED)
-def test_a_broken_row_breaks_the_sum(quantization, rows, k, broken):
-    found, apart, _, _ = quantized_and_added_up(quantization, rows, k, broken=broken)
-    assert np.isnan(found).all() and np.isnan(apart).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,9 +26,8 @@ from pallas_kernels.tuning import Entry, LayerKey, PackedLayerKey, table_for
 from pallas_kernels.tuning.layer import AnyConfig, AnyDesc
 
 _LOW = 96  # rows of an expert up to which tiles of 64 rows waste less than tiles of 128
-# Columns of a hidden row up to which each CTA quantizes it for itself where rows are not added up. While every warp
-# quantized all of it, a layer with 768 took 1 to 5% less time than with a launch for that, with 2048 and 2880 2 to 9%
-# more (H100).
+# Columns of a hidden row up to which every warp quantizes it for itself: with 768 a layer takes 1 to 5% less time than
+# with a launch for that, with 2048 and 2880 2 to 9% more (H100).
 _SHORT = 1024
 _LHS_SCALES = {"none": "none", "e4m3_tensor": "tensor", "e4m3_group": "group", "e4m3_group_ue8m0": "group"}
 
@@ -139,25 +138,22 @@ def make_plan(
 def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, may_stay: bool) -> Plan | None:
     """One token in tiles of one row; None where no kernel multiplies so. No table holds such calls.
 
-    GEMM 2 quantizes hidden rows whose scales are their own, and adds up the rows of the experts. Where it cannot do
-    both, it quantizes short rows, and adds up others. On a shard it adds up nothing, since it would read weights for
-    the experts that others have.
+    GEMM 2 quantizes hidden rows itself where their scales are their own and they are short. Else it adds up the rows of
+    the experts: with both, a warp would quantize every row for the few columns that it has. On a shard it adds up
+    nothing, since it would read weights for the experts that others have.
     """
     first, second = _products(config, weights, key, 1, VectorConfig.block_m)
     assert isinstance(first, GemmDesc) and isinstance(second, GemmDesc), "of plain weights"
     kind = _unpermuted_kind(config, weights, 1, VectorConfig.block_m) if may_stay else None
     requantize = "tensor" if key.requantize == "tensor" else "none"
     first = dataclasses.replace(first, unpermuted_rows=int(kind is not None), requantize=requantize)
-    quantizing: dict[str, Any] = {}
-    if key.lhs_scale in ("row", "group"):
-        quantizing = dict(quantization=str(row_kind(weights.scheme)))
-    adding: dict[str, Any] = {}
-    if weights.num_experts >= config.num_experts:
-        adding = dict(num_tokens=1, top_k=config.top_k)
-    forms = [quantizing | adding] if adding else []
-    forms += [quantizing, adding] if second.k <= _SHORT else [adding]
-    asked = [dataclasses.replace(second, **form) for form in forms]
-    second = next((desc for desc in asked if plain_gemm.config_error(desc, VectorConfig(1)) is None), second)
+    is_short = key.lhs_scale in ("row", "group") and second.k <= _SHORT
+    quantizing = dataclasses.replace(second, quantization=str(row_kind(weights.scheme)))
+    adding = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
+    if is_short and plain_gemm.config_error(quantizing, VectorConfig(1)) is None:
+        second = quantizing
+    elif weights.num_experts >= config.num_experts and plain_gemm.config_error(adding, VectorConfig(1)) is None:
+        second = adding
     # In tiles GEMM 1 requantizes float16 rows by groups before they might overflow.
     hidden_dtype = "float32" if key.lhs_scale == "group" and config.dtype.name == "float16" else None
     if hidden_dtype:

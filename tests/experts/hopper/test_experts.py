@@ -163,15 +163,15 @@ def test_routing_left_to_xla(options, has_mask, reason):
 @pytest.mark.parametrize("tokens", [1, 300])
 @pytest.mark.sample(2)
 def test_whole_layer_lowers_for_hopper(tokens):
-    """Three launches less for one token: routing's aligns and quantizes it, GEMM 2 quantizes hidden rows and adds rows
-    up. The caller's path, not the module's.
+    """Two launches less for one token, which is aligned and quantized in that of routing; the caller's path, not the
+    module's.
     """
     layer, (x, z) = make_layer("fp8_block", implementation="hopper"), inputs(tokens)
     graphdef, state = nnx.split(layer)
     with on_hopper():
         found = launches(lambda state, x, z: nnx.merge(graphdef, state)(x, z), state, x, z)
         assert "routing: by the kernel" in layer.explain(tokens)
-    assert found == (3 if tokens == 1 else 6)
+    assert found == (4 if tokens == 1 else 6)
 
 
 @pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g128"])
@@ -233,8 +233,8 @@ def test_lowers_for_hopper(scheme, intermediate, tokens):
     with on_hopper():
         found = launches(run, state, x, z)
     requantizes_apart = scheme in ("fp8_tensor", "fp8_tensor_token", "fp8_channel", "int8_w8a8")
-    # One token: align, but in bf16 one that quantizes or moves it, two products, and requantization by one scale.
-    of_one = {"bf16": 3, "fp8_tensor": 5}.get(scheme, 4)
+    # One token: align, but in bf16 one that quantizes or moves it, two products, and combine or requantization.
+    of_one = 3 if scheme == "bf16" else 5
     assert found == (of_one if tokens == 1 else 6 if requantizes_apart else 5)
 
 

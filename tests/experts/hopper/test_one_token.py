@@ -1,6 +1,5 @@
 """A token by itself: tiles of one row, products that quantize and add up rows, against the float64 judge."""
 
-import dataclasses
 import functools
 
 import jax
@@ -90,53 +89,34 @@ def test_gpu(scheme, options):
     check(scheme, "hopper", **options)
 
 
-def plan_of(scheme, num_experts=None, **sizes):
-    """The plan of one token. num_experts: of a shard."""
-    config = cases.make_config(scheme, **SIZES | dict(param_dtype="bfloat16") | sizes)
-    shard = config if num_experts is None else dataclasses.replace(config, num_experts=num_experts)
-    return hopper_plan.make_plan(config, method_for(config.scheme).abstract_weights(shard), 1, "reference")
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_who_quantizes_and_who_adds_up(scheme):
-    """GEMM 2 does both, whatever the length of hidden rows."""
-    for columns in (768, 1152, 2880, 14336):
-        plan = plan_of(scheme, intermediate_size=columns)
-        assert plan.hidden_quantization == QUANTIZE.get(scheme, "none") and plan.adds_up
+    """GEMM 2 quantizes short hidden rows; where it does not, it adds rows up."""
+    for columns, is_short in ((768, True), (1024, True), (1152, False), (14336, False)):
+        config = cases.make_config(scheme, **SIZES | dict(intermediate_size=columns, param_dtype="bfloat16"))
+        weights = method_for(config.scheme).abstract_weights(config)
+        plan = hopper_plan.make_plan(config, weights, 1, "reference")
+        expected = QUANTIZE.get(scheme, "none") if is_short else "none"
+        assert plan.hidden_quantization == expected and plan.adds_up == (expected == "none")
         assert plan.requantize == ("tensor" if scheme == "fp8_tensor_static" else "none")
 
 
-@pytest.mark.parametrize("scheme", ["bf16", *QUANTIZE])
-def test_who_cannot_do_both(scheme):
-    """Shards, more rows than are added up, rows that no warp holds, and more codes than shared memory is for."""
-    kind = QUANTIZE.get(scheme, "none")
-    for columns, is_short in ((768, True), (1152, False)):
-        for sizes in (dict(num_experts=4), dict(top_k=33), dict(num_experts=4, top_k=33)):
-            plan = plan_of(scheme, intermediate_size=columns, **dict(num_experts=None) | sizes)
-            assert plan.hidden_quantization == (kind if is_short else "none") and not plan.adds_up
-    for columns, top_k in ((4160, 2), (7680, 8), (17408, 2)):
-        plan = plan_of(scheme, intermediate_size=columns, top_k=top_k)
-        assert plan.hidden_quantization == "none" and plan.adds_up
-
-
 @pytest.mark.parametrize(
-    ("scheme", "columns", "work"),
-    [
-        ("fp8_channel", 768, "quantize their rows (e4m3_row) and add up 8 rows"),
-        ("fp8_block", 2048, "quantize their rows (e4m3_group) and add up 8 rows"),
-        ("fp8_tensor_static", 768, "add up 8 rows"),
-    ],
+    ("columns", "work"),
+    [(768, "1024 CTAs, which quantize their rows (e4m3_row)"), (1152, "512 CTAs, which add up 8 rows")],
 )
-def test_explained(scheme, columns, work):
+def test_explained(columns, work):
     """What the second product does besides, and no measurement, though a table has one of the first."""
     sizes = dict(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=columns, dtype="bfloat16")
-    config = cases.make_config(scheme, **sizes)
+    config = cases.make_config("fp8_channel", **sizes)
     weights = method_for(config.scheme).abstract_weights(config)
     with on_hopper():
         plan = hopper_plan.make_plan(config, weights, 1)
         first, second = hopper_plan.describe_products(plan, weights)
-    assert first.startswith("GEMM 1: matrix times vector, ") and first.endswith("by the heuristic")
-    assert second.endswith(f" 512 CTAs, which {work}, by the heuristic")
+    assert first.startswith("GEMM 1: matrix times vector, 2 x 2 channels a warp, ") and first.endswith(
+        "by the heuristic"
+    )
+    assert second.endswith(f"{work}, by the heuristic")
 
 
 SEVERAL = [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=528)]

@@ -477,21 +477,18 @@ def vector_cases() -> Iterator[Case]:
     ):
         desc = dataclasses.replace(gemm(name), rows=8, quantization=kind)
         yield gemm_case(f"{name} of rows in {kind}", desc, candidates(desc, 1, H200_SMS)[0])
-    kinds = dict.fromkeys(("bf16", "fp8 tensor"), ("none",)) | {"fp8 row": ("e4m3_row",), "int8 row": ("int8_row",)}
-    kinds |= {"fp8 block, bias": ("e4m3_group", "e4m3_group_ue8m0")}
-    for name, k, rows, n in (
-        *itertools.product(kinds, (768, 2048), (8,), (2048,)),
-        *itertools.product(kinds, (2880,), (4,), (2880,)),  # gpt-oss
-        *itertools.product(kinds, (2048,), (8,), (7168,)),  # DeepSeek-V3
-        *itertools.product(kinds, (14336,), (2,), (4096,)),  # parts of rows
-        *itertools.product(kinds, (1408,), (6,), (2048,)),  # the last four rows are not the next four
-        *itertools.product(kinds, (320,), (2,), (2048,)),  # every warp has both rows
+    for name, kind, k in (
+        ("bf16", "none", 768),
+        ("bf16", "none", 14336),
+        ("fp8 row", "e4m3_row", 768),
+        ("fp8 block", "e4m3_group", 2048),
+        ("fp8 block, bias", "e4m3_group", 2880),
+        ("fp8 tensor", "none", 768),
+        ("int8 row", "int8_row", 2048),
     ):
-        for kind in kinds[name]:
-            summed: dict[str, Any] = dict(rows=rows, n=n, k=k, quantization=kind, num_tokens=1, top_k=rows)
-            desc = dataclasses.replace(gemm(name), **summed, shared_dtype="bfloat16")
-            case = f"{name} in {kind} added up, {rows} rows, K {k}, N {n}"
-            yield gemm_case(case, desc, candidates(desc, 1, H200_SMS)[0])
+        summed: dict[str, Any] = dict(rows=8, n=2048, k=k, quantization=kind, num_tokens=1, top_k=8)
+        desc = dataclasses.replace(gemm(name), **summed, shared_dtype="bfloat16")
+        yield gemm_case(f"{name} added up, K {k}", desc, candidates(desc, 1, H200_SMS)[0])
     widths = (4096, 512, 512)
     apart: dict[str, Any] = dict(num_experts=1, widths=widths, n=sum(widths), k=2048, rows=1, unpermuted_rows=1)
     for name in ("bf16", "fp8 block, bias", "fp8 row", "int8 row"):
