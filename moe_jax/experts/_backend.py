@@ -34,7 +34,6 @@ from pallas_kernels.tuning.layer import AnyKey
 # Of a product outside the experts: of one matrix, or of several whose products stand side by side.
 Matrices = QuantizedMatrix | tuple[QuantizedMatrix, ...]
 Biases = Array | tuple[Array, ...] | None
-VectorOperands = tuple[str, tuple[Array, ...], tuple[Array, ...] | None]  # kind of rows, weights, their scales
 # (x (T, H), router_logits (T, E) or their partial sums (P, T, E), weights, routing params, token_mask (T,), output of
 # shared experts (T, H))
 LayerArguments = tuple[Array, Array, ExpertWeights, RoutingParams | None, Array | None, Array | None]
@@ -247,11 +246,6 @@ class Backend(abc.ABC):
     ) -> Array:
         """``multiply`` of rows that were quantized as ``matrix_rows`` says."""
         raise NotImplementedError(f"{self.name} quantizes rows itself")
-
-    def vector_operands(self, matrices: tuple[QuantizedMatrix, ...]) -> VectorOperands | None:
-        """Matrices side by side as ``norm_and_multiply`` takes them, which makes one token's row itself: the kind of
-        ``quantize_and_permute``, weights and their scales. None where it does not read them."""
-        return None
 
     def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
         """A plain matrix as ``multiply`` reads it fastest in layers that compute in ``dtype``. Exact."""

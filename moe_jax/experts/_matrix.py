@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from moe_jax._typing import Array, DTypeLike, Float
-from moe_jax.experts._backend import Backend, Biases, Matrices, MatrixProblem, VectorOperands
+from moe_jax.experts._backend import Backend, Biases, Matrices, MatrixProblem
 from moe_jax.experts._choice import BACKENDS, layout_owner, names_in_order, nothing_runs
 from moe_jax.experts._gradient import constant, with_gradient_of
 from moe_jax.quantization import QuantizedMatrix
@@ -102,17 +102,6 @@ def quantized_rows(
         problem = _problem(matrix, num_tokens, dtype, dtype, has_bias=False)
         found.add(_chosen(problem, implementation).matrix_rows(problem))
     return found.pop() if len(found) == 1 else None
-
-
-def vector_operands(
-    matrices: Sequence[QuantizedMatrix], dtype: DTypeLike, implementation: tuple[str, ...] | None, *, has_bias: bool
-) -> VectorOperands | None:
-    """``Backend.vector_operands`` of the backend that multiplies one token with all these matrices; None where it does
-    not take them side by side."""
-    if len(matrices) > 1 and not joins(matrices, 1, dtype, dtype, implementation, has_bias=has_bias):
-        return None
-    problem = _problem(matrices[0], 1, dtype, dtype, has_bias)
-    return _chosen(problem, implementation).vector_operands(tuple(matrices))
 
 
 def products_of_rows(

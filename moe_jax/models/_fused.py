@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from moe_jax._typing import Array, Bool, DTypeLike, Float
 from moe_jax.experts._gradient import with_gradient_of
-from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows, vector_operands
+from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
 from moe_jax.models._layers import Addend, LayerNorm, Linear, PartialSums, RMSNorm, biases_of, project
 from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
@@ -107,7 +107,8 @@ def added_and_projected(
     sms: int | None,
 ) -> tuple[Array, tuple[PartialSums, ...]] | None:
     """(x + addend, the products of its norm with the modules' weights), the products in one array where one launch
-    makes them. Of one token that launch makes sum and norm, too; of more, the launch of the norm quantizes it.
+    makes them. Of quantized weights the launch of the norm quantizes it; with others of one token, the launch of the
+    products makes sum and norm.
 
     None where no kernel does either.
     """
@@ -118,8 +119,8 @@ def added_and_projected(
         return None
     (parts, bias), weights = _parts(addend, x), [module.weight.get_value() for module in modules]
     arguments: Any = x, norm.weight[...], parts, bias, weights, biases
-    make = _of_one_token if x.size == x.shape[-1] else _of_quantized_rows
-    run = make(norm, names.pop(), sms, *arguments)
+    run = _of_one_token(norm, sms, x, parts, bias, weights, biases)
+    run = run or _with_rows_quantized(norm, names.pop(), sms, x, parts, bias, weights)
     if run is None:
         return None
     shapes: Any = jax.eval_shape(run, *arguments)
@@ -141,19 +142,16 @@ def added_and_projected(
 _Run: TypeAlias = Callable[..., tuple[Array, list[Array]]]
 
 
-def _of_quantized_rows(
+def _with_rows_quantized(
     norm: RMSNorm | LayerNorm,
     implementation: tuple[str, ...] | None,
     sms: int,
     x: Array,
-    weight: Array,
-    parts: Any,
+    parts: Array | RoutedRows | None,
     bias: Array | None,
     matrices: list[Any],
-    biases: list[Array],
 ) -> _Run | None:
-    """Of quantized weights that agree in how rows are quantized for them, whose norm is quantized by its launch."""
-    del weight, biases
+    """Of quantized weights that agree in how rows are quantized for them: the launch of the norm does that."""
     if not all(isinstance(matrix, QuantizedMatrix) for matrix in matrices):
         return None
     num_tokens = x.size // x.shape[-1]
@@ -170,45 +168,36 @@ def _of_quantized_rows(
 
 def _of_one_token(
     norm: RMSNorm | LayerNorm,
-    implementation: tuple[str, ...] | None,
     sms: int,
     x: Array,
-    weight: Array,
-    parts: Any,
+    parts: Array | RoutedRows | None,
     bias: Array | None,
     weights: list[Any],
     biases: list[Array],
 ) -> _Run | None:
-    """One launch for sum, norm and products; where it does not take them, those of more tokens.
+    """Of weights in 16 bits: one launch for sum, norm and products. Rows of experts are left to a launch of the norm,
+    since every CTA would read and add up all of them."""
+    is_plain = not any(isinstance(one, QuantizedMatrix) for one in weights)
+    if not is_plain or x.size != x.shape[-1] or any(one.dtype != x.dtype for one in weights):
+        return None
+    if isinstance(parts, RoutedRows) or not _takes_norm(norm, x, parts, bias, sms):
+        return None
+    w, w_bias = _of_one_expert(weights, biases)
+    options: Any = dict(eps=norm.eps, bias=bias, w_bias=w_bias, out_dtype=x.dtype)
+    desc, *_ = product_kernel.describe(x.reshape(1, -1), norm.weight[...], parts, w, **options)
+    if product_kernel.config_error(desc, product_kernel.choose_config(desc, sms)) is not None:
+        return None
 
-    Rows of experts are left to a launch of the norm: with the product, every CTA would read and add up all of them.
-    """
-
-    def operands(weights):
-        if all(isinstance(one, QuantizedMatrix) for one in weights):
-            return vector_operands(weights, x.dtype, implementation, has_bias=bool(biases))
-        is_plain = not any(isinstance(one, QuantizedMatrix) for one in weights)
-        is_plain = is_plain and all(one.dtype == x.dtype for one in weights)
-        return ("none", tuple(one[None] for one in weights), None) if is_plain else None
-
-    def run(x, weight, parts, bias, weights, biases):
-        found = operands(weights)
-        assert found is not None, "as below"
-        kind, w, w_scale = found
-        w_bias = tuple(one[None] for one in biases) or None
-        total, y = _normed_and_multiplied(norm.eps, kind, x, weight, parts, bias, w, w_scale, w_bias)
+    def run(*arguments):
+        total, y = _normed_and_multiplied(norm.eps, *arguments)
         return total, [y]
 
-    found = operands(weights)
-    if found is not None and not isinstance(parts, RoutedRows) and _takes_norm(norm, x, parts, bias, sms):
-        kind, w, w_scale = found
-        w_bias: Any = tuple(one[None] for one in biases) or None
-        options: Any = dict(eps=norm.eps, bias=bias, w_scale=w_scale, w_bias=w_bias, quantization=kind)
-        row = x.reshape(1, -1)
-        desc, *_ = product_kernel.describe(row, weight, parts, w, **options, out_dtype=x.dtype)
-        if product_kernel.config_error(desc, product_kernel.choose_config(desc, sms)) is None:
-            return run
-    return _of_quantized_rows(norm, implementation, sms, x, weight, parts, bias, weights, biases)
+    return run
+
+
+def _of_one_expert(weights: list[Array], biases: list[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
+    """Weights side by side and their biases as a grouped GEMM with E = 1 takes them."""
+    return tuple(one[None] for one in weights), tuple(one[None] for one in biases) or None
 
 
 def product_of_one_token(modules: tuple[Linear, ...], x: Float[Array, "... K"], sms: int | None) -> PartialSums | None:
@@ -301,21 +290,19 @@ def _added_and_normed(
     return total.reshape(x.shape), *normal
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _normed_and_multiplied(
     eps: float,
-    quantization: str,
     x: Array,
     weight: Array,
     parts: Array | None,
     bias: Array | None,
-    w: Any,
-    w_scale: Any,
-    w_bias: Any,
+    weights: list[Array],
+    biases: list[Array],
 ) -> tuple[Array, Array]:
     """(sum of x's shape, product (1, N)) of one token."""
-    options: Any = dict(eps=eps, bias=bias, w_scale=w_scale, w_bias=w_bias, quantization=quantization)
-    options |= dict(out_dtype=x.dtype, implementation="hopper")
+    w, w_bias = _of_one_expert(weights, biases)
+    options: Any = dict(eps=eps, bias=bias, w_bias=w_bias, implementation="hopper")
     total, y = product_kernel.norm_and_multiply(x.reshape(1, -1), weight, parts, w, **options)
     return total.reshape(x.shape), y
 
@@ -323,7 +310,7 @@ def _normed_and_multiplied(
 @jax.jit
 def _multiplied_alone(x: Array, weights: list[Array], biases: list[Array]) -> Array:
     """(1, K) times weights side by side, (1, N)."""
-    w, w_bias = tuple(one[None] for one in weights), tuple(one[None] for one in biases) or None
+    w, w_bias = _of_one_expert(weights, biases)
     of_tile: Any = dict(tile_expert=jnp.zeros(1, jnp.int32), num_tiles=jnp.ones(1, jnp.int32))
     return grouped_gemm(x, w, bias=w_bias, out_dtype=x.dtype, implementation="hopper", **of_tile)
 

@@ -144,7 +144,7 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, *refs: Ref) -> None:
         if desc.quantization == "none":
             rows.store(outputs[0], row, normal)
             return
-        codes, scale = quantized(rows, normal)
+        codes, scale = _quantized(rows, normal)
         rows.store(outputs[0], row, codes)
         if desc.rows.is_grouped:
             outputs[1].at[rows.columns[0], row][...] = scale
@@ -180,7 +180,7 @@ def _kernel(desc: AddNormDesc, config: AddNormConfig, *refs: Ref) -> None:
     for_items_of(cta, desc.num_tokens * slices, config.num_ctas, one_slice)
 
 
-def quantized(rows: NormedRows, normal: list[Value]) -> tuple[list[Value], Value]:
+def _quantized(rows: NormedRows, normal: list[Value]) -> tuple[list[Value], Value]:
     """A row's codes and its scale, or those of its groups, by the arithmetic of quantize_and_permute."""
     desc, normal = rows.desc, [value.astype(jnp.float32) for value in normal]
     if desc.rows.is_grouped:

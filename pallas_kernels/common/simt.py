@@ -77,20 +77,6 @@ def constant(value: int) -> Value:
     return make()
 
 
-def words(array: Value, layout: Layout, count: int) -> list[Value]:
-    """The bits of each of the ``count`` registers, of 32 bits each, that a thread holds of an array in ``layout``."""
-
-    def word(index: int) -> Value:
-        @inline(layout, result=_RESULT)
-        def read(ctx, array):
-            del ctx
-            return wrap(mgpu.utils.bitcast(array.registers.flat[index], integer(32)))
-
-        return read(array)
-
-    return [word(index) for index in range(count)]
-
-
 def barrier() -> None:
     """Wait for all threads of the CTA; their memory accesses before it are visible after it."""
 

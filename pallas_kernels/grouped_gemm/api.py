@@ -15,7 +15,6 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.rows import check_unpermuted_rows, in_every_tile, scales_in_every_tile
-from pallas_kernels.common.types import Leaf
 from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
@@ -155,7 +154,9 @@ def numbered(each: list[Operands]) -> Operands:
     return {f"{name}_{i}" if i else name: leaf for i, own in enumerate(each) for name, leaf in own.items()}
 
 
-def check_tiles(x: Leaf, tile_expert: jax.Array, num_tiles: jax.Array, block_m: int | None) -> tuple[int, int, int]:
+def check_tiles(
+    x: jax.Array, tile_expert: jax.Array, num_tiles: jax.Array, block_m: int | None
+) -> tuple[int, int, int]:
     """(Mp, rows of x that are unpermuted or 0, rows that x_scale is for), or raise what a wrong call raises."""
     tiles = tile_expert.shape[0] if tile_expert.ndim == 1 else 0
     rows = scaled = x.shape[0]
@@ -373,7 +374,7 @@ def _describe_sum(
     return dict(num_tokens=row_of.shape[0], top_k=row_of.shape[1], shared_dtype=shared_dtype)
 
 
-def _scale_of_rows(x: Leaf, w: jax.Array, x_scale: Leaf | None, quantization: str) -> Any:
+def _scale_of_rows(x: jax.Array, w: jax.Array, x_scale: jax.Array | None, quantization: str) -> Any:
     """The kind of scale that rows get which are quantized first; "" for others."""
     if quantization == "none":
         return ""

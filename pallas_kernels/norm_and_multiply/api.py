@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.add_and_norm.api import Operands as NormOperands
 from pallas_kernels.add_and_norm.api import describe_norm, kernel_operands
-from pallas_kernels.add_and_norm.config import QUANTIZATIONS
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.grouped_gemm.api import Operands, describe_products, flattened
@@ -26,34 +24,31 @@ def norm_and_multiply(
     *,
     eps: float,
     bias: jax.Array | None = None,
-    w_scale: jax.Array | tuple[jax.Array, ...] | None = None,
     w_bias: jax.Array | tuple[jax.Array, ...] | None = None,
-    quantization: str = "none",
-    out_dtype: DTypeLike = jnp.bfloat16,
+    out_dtype: DTypeLike | None = None,
     config: VectorConfig | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """(x + addend + bias, W norm of that + b): ``add_and_norm`` of one token, and ``grouped_gemm`` of its norm.
 
-    The norm is rounded to x's dtype in between, and then quantized where the weights are.
+    The norm is rounded to x's dtype in between.
 
     Args:
         x: (1, H).
         weight: (H,) of the norm, of the same dtype.
         addend: (1, H) of the same dtype, or partial sums (P, R, H), as of ``add_and_norm``; None for zeros.
+        w: (1, N, H) of x's dtype; a tuple gives the products of several weights side by side, N being their sum.
         eps, bias: as of ``add_and_norm``.
-        w: (1, N, H) of the norm's dtype; a tuple gives the products of several weights side by side, N being their sum.
-        w_scale, w_bias: as ``w_scale`` and ``bias`` of ``grouped_gemm``; tuples where w is one.
-        quantization: of the norm, "none", "e4m3_row", "int8_row", "e4m3_group" or "e4m3_group_ue8m0".
-        out_dtype: of the product.
+        w_bias: (1, N) float, a tuple where w is one; None for zeros.
+        out_dtype: of the product; None for that of x.
         config: of the Hopper kernel; None for its own choice.
         implementation: "hopper" or "reference", or several in the order to try; None tries them in this order.
 
     Raises:
         ValueError, TypeError: a wrong call. NotImplementedError: no implementation can run it.
     """
-    options: Any = dict(eps=eps, bias=bias, w_scale=w_scale, w_bias=w_bias, quantization=quantization)
-    desc, of_norm, of_product = describe(x, weight, addend, w, **options, out_dtype=out_dtype)
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    desc, of_norm, of_product = describe(x, weight, addend, w, eps=eps, bias=bias, w_bias=w_bias, out_dtype=out_dtype)
 
     def hopper():
         chosen = config or choose_config(desc, hopper_sms())
@@ -63,12 +58,12 @@ def norm_and_multiply(
         # here: importing it loads Pallas
         from pallas_kernels.norm_and_multiply.kernel_sm90 import norm_and_multiply_sm90, product_names
 
-        flat = flattened(of_product | dict(x_scale=None))
+        flat = flattened(of_product)
         named = {name: flat[name] for name in product_names(desc)}
         *total, product = norm_and_multiply_sm90(desc, chosen)(kernel_operands(of_norm), named)
         return total[0] if total else x, product
 
-    product: Any = dict(w=w, w_scale=w_scale, bias=w_bias, out_dtype=out_dtype)
+    product: Any = dict(w=w, bias=w_bias, out_dtype=out_dtype)
     runs = dict(hopper=hopper, reference=lambda: norm_and_multiply_ref(desc, of_norm, product))
     return first_that_runs("norm_and_multiply", runs, implementation)
 
@@ -81,20 +76,13 @@ def describe(
     *,
     eps: float,
     bias: jax.Array | None,
-    w_scale: jax.Array | tuple[jax.Array, ...] | None,
     w_bias: jax.Array | tuple[jax.Array, ...] | None,
-    quantization: str,
     out_dtype: DTypeLike,
 ) -> tuple[NormProductDesc, NormOperands, Operands]:
     """The description of a call, and the operands of its norm and of its product; all are checked here."""
     if x.ndim != 2 or x.shape[0] != 1:
         raise ValueError(f"x has shape {x.shape}, expected (1, H): one token")
-    if quantization not in QUANTIZATIONS:
-        raise ValueError(f"quantization={quantization!r} is not one of {QUANTIZATIONS}")
-    norm, of_norm = describe_norm(x, weight, addend, eps=eps, bias=bias, quantization=quantization)
-    row = jax.ShapeDtypeStruct(x.shape, norm.rows.out_dtype)
-    shape = norm.rows.scale_shape
-    scale = None if shape is None else jax.ShapeDtypeStruct(shape, jnp.float32)
-    given = dict(x=row, x_scale=scale, out_scale=None, tile_rows=None, **one_tile())
-    gemm, of_product = describe_products(given, w, w_scale, w_bias, None, out_dtype, "none", None, False)
+    norm, of_norm = describe_norm(x, weight, addend, eps=eps, bias=bias)
+    given: Operands = dict(x=x, x_scale=None, out_scale=None, tile_rows=None, **one_tile())
+    gemm, of_product = describe_products(given, w, None, w_bias, None, out_dtype, "none", None, False)
     return NormProductDesc(norm, gemm), of_norm, of_product

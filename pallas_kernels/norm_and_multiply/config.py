@@ -10,8 +10,8 @@ from pallas_kernels.grouped_gemm.vector import VectorConfig, vector_candidates, 
 
 @dataclasses.dataclass(frozen=True)
 class NormProductDesc:
-    """Static description of one call. norm: of the sum and its norm, which may be quantized. gemm: of the product of
-    one row as the norm leaves it, with one weight or several side by side."""
+    """Static description of one call. norm: of the sum and its norm. gemm: of the product of that, of one row, with one
+    weight or several side by side."""
 
     norm: AddNormDesc
     gemm: GemmDesc

@@ -14,9 +14,8 @@ def norm_and_multiply_ref(
     desc: NormProductDesc, of_norm: tuple[Any, ...], product: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
     """product: arguments of ``grouped_gemm`` but for its rows."""
-    total, rows, *scales = add_and_norm_ref(desc.norm, *of_norm)
-    x_scale = scales[0] if scales else None
-    return total, grouped_gemm(rows, x_scale=x_scale, **product, **one_tile(), implementation="reference")
+    total, row = add_and_norm_ref(desc.norm, *of_norm)
+    return total, grouped_gemm(row, **product, **one_tile(), implementation="reference")
 
 
 def one_tile() -> dict[str, Any]:

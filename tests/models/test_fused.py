@@ -333,29 +333,21 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name, is_joined):
 
 
 @pytest.mark.parametrize("has_biases", [False, True])
-@pytest.mark.parametrize("name", [None, "fp8_block", "fp8_channel", "int8_w8a8"])
-def test_projections_of_one_token(calls, monkeypatch, name, has_biases):
-    """Sum, norm and three products in one call, with the bits of the steps apart; gradients pass rounding straight."""
+def test_projections_of_one_token(calls, has_biases):
+    """Sum, norm and three products in one call, with the bits of the steps apart; and their gradients."""
     rng, hidden, sizes = np.random.default_rng(0), 512, (256, 128, 128)
     norm, dtype = RMSNorm(hidden, eps=1e-6, rngs=nnx.Rngs(0)), jnp.bfloat16
     x = jnp.asarray(rng.standard_normal((1, 1, hidden)), dtype)
     addend = PartialSums(jnp.asarray(rng.standard_normal((2, 8, hidden)), jnp.float32), (1, 1))
     modules = tuple(Linear(hidden, size, use_bias=has_biases, rngs=nnx.Rngs(1)) for size in sizes)
-    for module in modules:
-        if has_biases:
-            module.bias[...] = jnp.asarray(rng.standard_normal(module.bias.shape), dtype)
-        if name is not None:
-            scheme = Scheme.parse(name)
-            matrix = method_for(scheme).quantize_matrix(module.weight[...].astype(jnp.float32))
-            module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
-    backends = {("reference",): BACKENDS["reference"], None: _Joining()}
-    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backends[implementation])
+    for module in modules if has_biases else ():
+        module.bias[...] = jnp.asarray(rng.standard_normal(module.bias.shape), dtype)
     total, products = _fused.added_and_projected(norm, x, addend, modules, 132)
     assert calls == ["norm_and_multiply"] and len(products) == 1
     apart, normal = _fused.added_and_normed(norm, x, addend, 132)
     np.testing.assert_array_equal(total, apart)
-    for y, module in zip(jnp.split(products[0].whole(dtype), np.cumsum(sizes)[:-1], axis=-1), modules, strict=True):
-        np.testing.assert_allclose(y, module(normal), rtol=2**-7, atol=2**-7 * float(jnp.abs(y).max()))
+    expected = np.concatenate([module(normal) for module in modules], axis=-1).astype(np.float32)
+    np.testing.assert_allclose(products[0].whole(jnp.float32), expected, rtol=2**-7, atol=1e-2)
 
     def loss(x, is_fused):
         if is_fused:
@@ -366,9 +358,9 @@ def test_projections_of_one_token(calls, monkeypatch, name, has_biases):
     ours, theirs = (np.asarray(jax.grad(loss)(x, is_fused), np.float64) for is_fused in (True, False))
     np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
     rows = RoutedRows(x[0], jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
-    del calls[:]
-    found = _fused.added_and_projected(norm, x, rows, modules, 132)  # of experts: a launch of the norm adds them
-    assert (found is None, calls) == ((True, []) if name is None else (False, ["add_and_norm", "experts"]))
+    for more in (rows, None):  # rows of experts are added by a launch of the norm
+        found = _fused.added_and_projected(norm, x, more, modules, 132)
+        assert (found is None) == (more is rows)
 
 
 def test_products_of_one_token(calls):

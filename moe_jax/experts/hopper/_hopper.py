@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
-from moe_jax.experts._backend import Biases, LayerArguments, Matrices, MatrixProblem, Problem, VectorOperands
+from moe_jax.experts._backend import Biases, LayerArguments, Matrices, MatrixProblem, Problem
 from moe_jax.experts.hopper import _backward, _matrix
 from moe_jax.experts.hopper._adapters import adapter_refusal
 from moe_jax.experts.hopper._backward import Static, differentiable
@@ -127,9 +127,6 @@ class Hopper(KernelBackend):
         self, codes: Array, scales: Array, num_tokens: int, matrix: Matrices, bias: Biases, out_dtype: DTypeLike
     ) -> Array:
         return _multiply_rows(codes, scales, num_tokens, matrix, bias, jnp.dtype(out_dtype))
-
-    def vector_operands(self, matrices: tuple[QuantizedMatrix, ...]) -> VectorOperands | None:
-        return _matrix.vector_operands(matrices)
 
     def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
         return _matrix.to_kernel_layout(matrix, dtype)

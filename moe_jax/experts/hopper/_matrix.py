@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from moe_jax._typing import Array
-from moe_jax.experts._backend import Biases, Matrices, VectorOperands
+from moe_jax.experts._backend import Biases, Matrices
 from moe_jax.experts.hopper._kernel_layout import is_kernel_layout, kernel_operand, kernel_tensor, plain_tensor
 from moe_jax.experts.hopper._rows import row_kind, rows_on_grid, tensor_scale
 from moe_jax.quantization import QuantizedMatrix
@@ -78,17 +78,6 @@ def rows_of_tiles(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike) -> tu
     if kind in (None, "none", "e4m3_tensor"):
         return None
     return kind, _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype)).scaled_rows
-
-
-def vector_operands(matrices: tuple[QuantizedMatrix, ...]) -> VectorOperands | None:
-    """``Backend.vector_operands``: of plain weights whose rows have no scale, or scales of their own."""
-    if is_kernel_layout(matrices[0].tensor.layout):
-        return None
-    kind = row_kind(matrices[0].scheme)
-    if kind in (None, "e4m3_tensor"):
-        return None
-    data, scales = ([getattr(one.tensor, leaf) for one in matrices] for leaf in ("data", "scale"))
-    return kind, tuple(data), None if scales[0] is None else tuple(scales)
 
 
 def multiply_rows(

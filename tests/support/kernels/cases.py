@@ -10,9 +10,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
-
-from pallas_kernels.add_and_norm.config import QUANTIZATIONS as NORM_QUANTIZATIONS
 from pallas_kernels.add_and_norm.config import AddNormDesc
 from pallas_kernels.align.config import AlignDesc, row_capacity
 from pallas_kernels.align.config import choose_config as choose_align
@@ -39,7 +36,6 @@ from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
 from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
 from pallas_kernels.norm_and_multiply import NormProductDesc
 from pallas_kernels.norm_and_multiply import choose_config as choose_product
-from pallas_kernels.norm_and_multiply import config_error as product_error
 from pallas_kernels.norm_and_multiply.kernel_sm90 import norm_and_multiply_sm90, product_names
 from pallas_kernels.nvlink_dispatch.combine_sm90 import combine_sm90 as nvlink_combine_sm90
 from pallas_kernels.nvlink_dispatch.config import QUANTIZATIONS as EXCHANGE_QUANTIZATIONS
@@ -497,25 +493,20 @@ def vector_cases() -> Iterator[Case]:
 
 
 def norm_and_multiply_cases() -> Iterator[Case]:
-    """One token: every kind of rows, what may be added to it, weights side by side and one, with and without biases."""
-    for width, kind in itertools.product((2048, 2880, 4096, 7168), NORM_QUANTIZATIONS):
-        for addend, widths in (("sum", (4096, 512, 512)), ("nothing", ())):
-            norm = AddNormDesc(1, width, "bfloat16", int(addend == "sum"), 1e-6, None, kind)
-            shapes: list[Shape] = [((1, width), norm.dtype), ((width,), norm.dtype)]
-            shapes += [((1, 1, width), norm.dtype)] * (addend == "sum")
+    """One token: with and without a sum, weights side by side and one, with and without biases."""
+    for width, dtype in itertools.product((2048, 2880, 4096, 7168), ("bfloat16", "float16")):
+        for parts, widths in ((1, (4096, 512, 512)), (3, ()), (0, ())):
+            norm = AddNormDesc(1, width, dtype, parts, 1e-6, "float32" if parts == 3 else None, has_bias=parts == 3)
+            shapes: list[Shape] = [((1, width), dtype), ((width,), dtype)]
+            shapes += [((parts, 1, width), norm.part_dtype or dtype)] * bool(parts) + [
+                ((width,), dtype)
+            ] * norm.has_bias
             sizes: dict[str, Any] = dict(rows=1, n=sum(widths) or 704, k=width, num_experts=1, widths=widths)
-            sizes |= dict(dtype=jnp.dtype(norm.rows.out_dtype).name, bias_dtype=None if widths else "bfloat16")
-            if kind != "none":
-                is_grouped = norm.rows.is_grouped
-                sizes |= dict(lhs_scale="group", rhs_scale="block") if is_grouped else {}
-                sizes |= {} if is_grouped else dict(lhs_scale="row", rhs_scale="channel")
-            desc = NormProductDesc(norm, GemmDesc(**sizes))
+            desc = NormProductDesc(norm, GemmDesc(**sizes, dtype=dtype, bias_dtype=None if widths else dtype))
             config = choose_product(desc, H200_SMS)
-            if product_error(desc, config) is not None:
-                continue
             names, of_product = product_names(desc), _gemm_shapes(desc.gemm, config)
             function = functools.partial(_normed_and_multiplied, desc, config, len(shapes))
-            name = f"norm_and_multiply {width}, {kind}, {addend}, {config.channels} channels"
+            name = f"norm_and_multiply {width} {dtype}, {parts} parts, {config.channels} channels"
             yield Case(name, function, (*shapes, *(of_product[name] for name in names)))
 
 
