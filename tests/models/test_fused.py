@@ -564,10 +564,8 @@ def test_launches_of_a_router(monkeypatch):
         layer(x, parts.sum(0), router_parts=parts[:, :5])
 
 
-@pytest.mark.parametrize(("projections", "has_biases"), [(None, False), (None, True), ("fp8_channel", False)])
-def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
-    """A decode step of few rows for CUDA: six steps a layer outside the experts, also with quantized projections, or
-    with biases and sinks in 16 bits."""
+def lowered_step(case, monkeypatch, rows, projections, has_biases):
+    """(layers, their experts, text for CUDA of a decode step, its main function)."""
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     layers = 3
@@ -581,7 +579,7 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
             for module in [m for layer in model.layers for m in layer.self_attn.dense_modules().values()]:
                 if isinstance(module, Linear):
                     keep_quantized(module, Scheme.parse(projections), jnp.bfloat16, None)
-    cache = jax.eval_shape(lambda: KVCache.zeros(config, 4, 64, jnp.bfloat16))
+    cache = jax.eval_shape(lambda: KVCache.zeros(config, rows, 64, jnp.bfloat16))
     graphdef, state = nnx.split(model)
 
     def step(state, ids, cache):
@@ -590,9 +588,29 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
         return model.logits(hidden[:, -1]), cache
 
     with on_hopper():
-        traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
+        traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((rows, 1), jnp.int32), cache)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     main = text[text.index("func.func public @main") :].split("func.func private")[0]
+    return layers, config.num_experts, text, main
+
+
+@pytest.mark.parametrize("has_biases", [False, True])
+def test_launches_of_one_token(case, monkeypatch, has_biases):
+    """A decode step of one row for CUDA, its projections in 16 bits: all products are matrix times vector."""
+    layers, _, _, main = lowered_step(case, monkeypatch, 1, None, has_biases)
+    names = ("_normed_and_multiplied", "_multiplied_alone", "_rotated_and_stored", "_attend", "_added_and_normed")
+    calls = re.findall(rf"call @({'|'.join(names)})", main)
+    # Into attention with the sum and norm in front of it; out of it; with the router; the last norm.
+    assert [calls.count(name) for name in names] == [layers, layers, layers, layers, layers + 1]
+    products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
+    assert not any("tensor<1x1024x" in line or "1024xf32>" in line for line in products)
+
+
+@pytest.mark.parametrize(("projections", "has_biases"), [(None, False), (None, True), ("fp8_channel", False)])
+def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
+    """A decode step of few rows for CUDA: six steps a layer outside the experts, also with quantized projections, or
+    with biases and sinks in 16 bits."""
+    layers, num_experts, text, main = lowered_step(case, monkeypatch, 4, projections, has_biases)
     calls = re.findall(r"call @(_added_and_normed|_rotated_and_stored|attend_and_quantize|_attend)", main)
     assert {name: calls.count(name) for name in set(calls)} == {
         "_added_and_normed": 2 * layers + 1,
@@ -600,7 +618,7 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
         "_attend" if projections is None else "attend_and_quantize": layers,
     }
     products = [line for line in main.splitlines() if "stablehlo.dot_general" in line]
-    assert not any(line.endswith(f"x{config.num_experts}xf32>") for line in products)  # the norm's launch makes them
+    assert not any(line.endswith(f"x{num_experts}xf32>") for line in products)  # the norm's launch makes them
     if projections is not None:
         calls = re.findall(r"call @(multiply_rows|multiply)", main)
         assert {name: calls.count(name) for name in set(calls)} == {"multiply_rows": 2 * layers}
