@@ -180,9 +180,12 @@ def routed_rows(
     routing: RoutingParams | None,
     token_mask: Bool[Array, "T"] | None,
     shared_output: Float[Array, "T H"] | None,
+    *,
+    router_parts: Float[Array, "P T E"] | None = None,
+    is_combined: bool = False,
 ) -> tuple[RoutedRows | Array, MoEStats] | None:
     """``fused_moe`` before the sum over experts, for a caller who adds it to more in one launch, or the sum (T, H)
-    where the last product makes it; None where no backend leaves the sum to others. Masked tokens of x may be
+    where the last product makes it or is_combined; None where no backend runs the layer so. Masked tokens of x may be
     anything."""
     problem = _problem(x, weights, config)
 
@@ -190,8 +193,9 @@ def routed_rows(
         tokens = x if token_mask is None else jnp.where(token_mask[:, None], x, jnp.zeros_like(x))
         return _in_steps(config, tokens, logits, weights, routing, token_mask, shared)
 
-    arguments = (x, router_logits, problem.weights, routing, token_mask, shared_output)
-    found = run_layer_first(problem, arguments, in_steps, is_combined=False)
+    logits = router_logits if router_parts is None else router_parts
+    arguments = (x, logits, problem.weights, routing, token_mask, shared_output)
+    found = run_layer_first(problem, arguments, in_steps, is_combined=is_combined)
     return None if found is None else (found[0], MoEStats(found[2], found[1], router_logits))
 
 

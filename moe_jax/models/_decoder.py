@@ -21,7 +21,7 @@ from moe_jax.models._config import DecoderConfig
 from moe_jax.models._fused import added, added_and_normed, added_normed_and_routed, seen_by_router
 from moe_jax.models._inputs import check_cache, check_ids, check_page_table, check_positions
 from moe_jax.models._layer_cache import PAGE_SLOTS
-from moe_jax.models._layers import NORMS, Addend, Embedding, GatedMLP, Head, LayerNorm, PartialSums, RMSNorm
+from moe_jax.models._layers import NORMS, Addend, Embedding, GatedMLP, Head, LayerNorm, Linear, PartialSums, RMSNorm
 from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
@@ -34,6 +34,7 @@ from moe_jax.models.attention._rope import rotary_angles
 from moe_jax.models.families._moe_family import MoEFamily
 from moe_jax.nn import FusedMoE, MoEBlock
 from moe_jax.nn._lora import with_token_choices
+from moe_jax.nn._moe_block import without_padding_in_gradients
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._explicit import gathered, in_auto_axes, lies_on_explicit_axes
 from moe_jax.quantization import Scheme
@@ -80,6 +81,8 @@ class DecoderLayer(nnx.Module):
         x, normal, logits = self._into_mlp(x, self._given(self.attention_norm, y), token_mask)
         if (rows := self._rows_of_experts(normal, logits, token_mask)) is not None:
             y, stats = rows
+        elif logits is None and (sums := self._beside_padding(normal, token_mask)) is not None:
+            y, stats = sums
         elif isinstance(self.mlp, MoEBlock):
             seen = None if logits is None else seen_by_router(self.mlp.router, logits, token_mask)
             of_router = {} if seen is None else dict(router_logits=seen)
@@ -118,6 +121,27 @@ class DecoderLayer(nnx.Module):
         rows, stats = found
         seen = seen_by_router(self.mlp.router, logits, token_mask)
         return rows, dataclasses.replace(stats, router_logits=seen.reshape(-1, seen.shape[-1]))
+
+    def _beside_padding(self, normal: Array, token_mask: Array | None) -> tuple[Array, MoEStats] | None:
+        """The experts' sums where kernels run the whole layer and pass over masked tokens: zeroed for gradients and
+        statistics alone. None where nothing is masked, or more than experts and a plain router is asked."""
+        block = self.mlp
+        if token_mask is None or type(block) is not MoEBlock or self.self_attn.num_sms() is None:
+            return None
+        router, experts = block.router, block.experts
+        if type(router) is not Linear or router.lora is not None or type(experts) is not FusedMoE:
+            return None
+        if block.shared_experts is not None:
+            return None
+        logits, parts = block.logits_and_parts(without_padding_in_gradients(normal, token_mask))
+        found = experts.routed_rows(normal, logits, token_mask, router_parts=parts, is_combined=True)
+        if found is None:
+            return None
+        y, stats = found
+        assert not isinstance(y, RoutedRows), "is_combined"
+        seen = seen_by_router(router, logits, token_mask)
+        stats = dataclasses.replace(stats, router_logits=seen.reshape(-1, seen.shape[-1]))
+        return without_padding_in_gradients(y, token_mask), stats
 
     def _next(self, x: Array, addend: Addend, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""

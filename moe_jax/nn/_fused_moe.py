@@ -366,13 +366,20 @@ class FusedMoE(Versioned):
         return (y, stats) if return_stats else y
 
     def routed_rows(
-        self, x: Array, router_logits: Array, token_mask: Array | None = None
+        self,
+        x: Array,
+        router_logits: Array,
+        token_mask: Array | None = None,
+        *,
+        router_parts: Array | None = None,
+        is_combined: bool = False,
     ) -> tuple[RoutedRows | Array, MoEStats] | None:
         """What a call adds up for each token, for a caller who adds it to more in one launch, and ``MoEStats``; or the
-        sum, where the last product makes it.
+        sum, where the last product makes it or is_combined.
 
-        x: (..., H) in ``dtype``. router_logits: (..., E). token_mask: (...,) bool or None; masked tokens have no rows.
-        None where more than that sum follows, or the backend keeps it to itself.
+        x: (..., H) in ``dtype``, masked tokens anything. router_logits: (..., E). token_mask: (...,) bool or None;
+        masked tokens have no rows, and a sum of zero. router_parts: as of a call. None where more than that sum
+        follows, or no backend runs the layer so.
         """
         transforms = (self.routed_input_transform, self.routed_output_transform)
         is_plain = self.parallel is None and self.lora is None and transforms == (None, None)
@@ -384,7 +391,8 @@ class FusedMoE(Versioned):
         logits = router_logits.reshape(-1, router_logits.shape[-1])
         mask = None if token_mask is None else token_mask.reshape(-1)
         arguments = (self.weights.get_value(), self.config, self._routing_params(), mask, self._shared(tokens))
-        found = routed_rows(tokens, logits, *arguments)
+        parts = router_parts if self.takes_router_parts else None
+        found = routed_rows(tokens, logits, *arguments, router_parts=parts, is_combined=is_combined)
         if found is None or isinstance(found[0], RoutedRows):
             return found
         return found[0].reshape(x.shape), found[1]

@@ -9,6 +9,7 @@ from moe_jax._arguments import boolean, check_array, check_callables, check_is_k
 from moe_jax._typing import Array, ArrayArg
 from moe_jax._versions import Versioned, one_version
 from moe_jax.experts import MoEStats
+from moe_jax.experts._gradient import with_gradient_of
 from moe_jax.parallel._explicit import in_auto_axes, lies_on_explicit_axes
 
 
@@ -91,7 +92,7 @@ class MoEBlock(Versioned):
             y, stats = in_auto_axes(_with_stats, x, dict(block=self, router_logits=router_logits, **per_token))
             return (y, stats) if return_stats else y
         x = without_padding(x, token_mask)
-        logits, parts = self._logits(x) if router_logits is None else (router_logits, None)
+        logits, parts = self.logits_and_parts(x) if router_logits is None else (router_logits, None)
         per_token |= {} if parts is None else dict(router_parts=parts)
         y, stats = self.experts(x, logits, **per_token, return_stats=True)
         if self.shared_experts is not None:
@@ -102,7 +103,7 @@ class MoEBlock(Versioned):
             y = (y.astype(jnp.float32) + shared.astype(jnp.float32)).astype(y.dtype)
         return (y, stats) if return_stats else y
 
-    def _logits(self, x: Any) -> tuple[Any, Any]:
+    def logits_and_parts(self, x: Any) -> tuple[Any, Any]:
         """Router logits, and the partial sums (P, T, E) that they are the sum of, where the router has some."""
         experts, router = self.experts, self.router
         takes_parts = getattr(experts, "takes_router_parts", False) and isinstance(router, HasPartialSums)
@@ -143,4 +144,19 @@ def without_padding(x: ArrayArg, token_mask: ArrayArg | None) -> ArrayArg:
         raise ValueError(
             f"token_mask is {token_mask.dtype} {token_mask.shape}, expected bool {x.shape[:-1]} to match x {x.shape}"
         )
+    return _zeroed(x, token_mask)
+
+
+def without_padding_in_gradients(x: Array, token_mask: Array) -> Array:
+    """``without_padding`` where that is differentiated, value and all; else x, for kernels that pass over masked
+    tokens."""
+    return with_gradient_of(_as_it_is, _zeroed, x, token_mask)
+
+
+def _as_it_is(x: Array, token_mask: Array) -> Array:
+    del token_mask
+    return x
+
+
+def _zeroed(x: Any, token_mask: Any) -> Array:
     return jnp.where(token_mask[..., None], x, jnp.zeros_like(x))

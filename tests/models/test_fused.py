@@ -189,6 +189,34 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
     np.testing.assert_allclose(stats.router_logits, wanted_masked.router_logits, rtol=1e-4, atol=1e-5)
 
 
+def test_masked_tokens_of_many_rows(case, calls, monkeypatch):
+    """Nothing zeroes them in front of kernels that run a whole layer: logits, statistics and gradients are XLA's."""
+    directory, mask = case("qwen3").directory, np.arange(4) >= [[1], [3]]
+    ids = jnp.arange(8).reshape(2, 4)
+    ours, theirs = (moe_jax.load_pretrained(directory, dtype="float32", attention=one) for one in ("auto", "xla"))
+    score = jax.jit(lambda model: model(ids, attention_mask=mask, return_stats=True))
+
+    def gradients(model):
+        loss = lambda model: jnp.where(mask, model(ids, attention_mask=mask)[..., 3], 0).sum()  # noqa: E731
+        return jax.tree.leaves(jax.jit(nnx.grad(loss))(model))
+
+    (expected, wanted), of_theirs = score(theirs), gradients(theirs)
+    monkeypatch.setattr(_choice, "choose", lambda problem: (_Leaving(), []))
+    monkeypatch.setattr(
+        _fused.norm_kernel, "config_error", lambda desc, config: "no router" * bool(desc.num_experts) or None
+    )
+    asked = []
+    monkeypatch.setattr(moe_jax.models._decoder.MoEBlock, "__call__", lambda *_, **__: asked.append("the whole block"))
+    found, stats = score(ours)
+    assert not asked and "router" not in calls
+    assert_logits_close(np.asarray(found)[mask], np.asarray(expected)[mask])
+    for name in ("topk_ids", "load"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(wanted, name))
+    np.testing.assert_allclose(stats.router_logits, wanted.router_logits, rtol=1e-4, atol=1e-5)
+    for one, other in zip(gradients(ours), of_theirs, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("scheme", "is_added_up"), [("bf16", True), ("fp8_channel", False)])
 def test_rows_of_one_token(case, calls, monkeypatch, scheme, is_added_up):
     """Its rows are added up by their last product, or with the next norm where that product quantizes them."""
@@ -641,7 +669,7 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 3), (4, 4), (5, 5)])
 def test_launches_of_experts(case, monkeypatch, rows, kernels):
     """A decode step for CUDA: few rows of experts are added up by the next norm, more by a launch of the layer; one
-    token's are quantized by their last product. Masked tokens of few rows cost nothing; of more they are zeroed."""
+    token's are quantized by their last product. Masked tokens cost no launch."""
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     sizes: Any = dict(num_layers=2, moe_layers=(0, 1), num_heads=8, num_kv_heads=4, head_dim=64, hidden_size=512)
@@ -662,7 +690,7 @@ def test_launches_of_experts(case, monkeypatch, rows, kernels):
             for own in (None, mask)
         )
     selected = re.compile(rf"call @_where\w*\(.*tensor<{rows}x(?:1x)?512xbf16>|select .*tensor<{rows}x(?:1x)?512xbf16>")
-    assert (len(selected.findall(text)) > len(selected.findall(plain))) == (rows > 4)
+    assert len(selected.findall(text)) == len(selected.findall(plain))
     functions = {part.split("(")[0]: part for part in re.split(r"func\.func (?:public|private) @", text)[1:]}
     assert functions["main"].count("call @forward_layer") == 2
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import moe_jax
 from moe_jax.layer import QuantizedParam
 from moe_jax.loading.files._arrays import checked_pairs
+from moe_jax.nn._moe_block import without_padding_in_gradients
 from moe_jax.parallel._config import ParallelConfig
 from tests.support.cases.layers import E, H, I, K, call, checkpoint_pairs, inputs, make_layer
 from tests.support.refusals import refuses
@@ -55,6 +56,19 @@ def test_masked_tokens_return_zero_and_change_nothing():
     np.testing.assert_array_equal(y[~mask], 0.0)
     np.testing.assert_array_equal(y[mask], layer(x, z)[mask])
     assert int(stats.load.sum()) == K * int(mask.sum())
+
+
+def test_padding_is_zeroed_where_that_is_differentiated():
+    x, mask = jnp.asarray([[1.0, 2.0], [jnp.nan, 3.0]]), jnp.asarray([True, False])
+
+    def loss(x, w):
+        return jnp.sum(without_padding_in_gradients(x, mask) * w)
+
+    assert jnp.isnan(loss(x, jnp.ones_like(x)))  # as it is for kernels that pass over such tokens
+    value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(x, jnp.full_like(x, 2.0))
+    assert value == 6
+    np.testing.assert_array_equal(gradients[0], [[2, 2], [0, 0]])
+    np.testing.assert_array_equal(gradients[1], [[1, 2], [0, 0]])
 
 
 def test_mask_must_be_bool_and_keeps_nan_out_of_gradients():
