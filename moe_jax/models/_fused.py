@@ -24,7 +24,8 @@ from pallas_kernels import rotate_and_store as rotate_kernel
 from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.grouped_gemm import grouped_gemm
-from pallas_kernels.grouped_gemm.vector import single_rows_refusal
+from pallas_kernels.grouped_gemm.problem import GemmDesc
+from pallas_kernels.grouped_gemm.vector import vector_candidates
 
 
 def num_sms(attention: str) -> int | None:
@@ -177,10 +178,9 @@ def _of_one_token(
 ) -> _Run | None:
     """Of weights in 16 bits: one launch for sum, norm and products. Rows of experts are left to a launch of the norm,
     since every CTA would read and add up all of them."""
-    is_plain = not any(isinstance(one, QuantizedMatrix) for one in weights)
-    if not is_plain or x.size != x.shape[-1] or any(one.dtype != x.dtype for one in weights):
+    if not _is_of_one_token(x, weights, biases) or isinstance(parts, RoutedRows):
         return None
-    if isinstance(parts, RoutedRows) or not _takes_norm(norm, x, parts, bias, sms):
+    if not _takes_norm(norm, x, parts, bias, sms):
         return None
     w, w_bias = _of_one_expert(weights, biases)
     options: Any = dict(eps=norm.eps, bias=bias, w_bias=w_bias, out_dtype=x.dtype)
@@ -195,6 +195,12 @@ def _of_one_token(
     return run
 
 
+def _is_of_one_token(x: Array, weights: list[Any], biases: list[Array]) -> bool:
+    """Whether x is one token and weights are plain ones of its dtype, with biases of one dtype."""
+    is_plain = not any(isinstance(one, QuantizedMatrix) or one.dtype != x.dtype for one in weights)
+    return is_plain and x.size == x.shape[-1] and len({bias.dtype for bias in biases}) < 2
+
+
 def _of_one_expert(weights: list[Array], biases: list[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...] | None]:
     """Weights side by side and their biases as a grouped GEMM with E = 1 takes them."""
     return tuple(one[None] for one in weights), tuple(one[None] for one in biases) or None
@@ -203,12 +209,12 @@ def _of_one_expert(weights: list[Array], biases: list[Array]) -> tuple[tuple[Arr
 def product_of_one_token(modules: tuple[Linear, ...], x: Float[Array, "... K"], sms: int | None) -> PartialSums | None:
     """x W^T + b of 16-bit weights side by side, as matrix times vector; None where no kernel does that."""
     biases, weights = biases_of(modules), [module.weight.get_value() for module in modules]
-    is_plain = not any(isinstance(one, QuantizedMatrix) for one in weights)
-    is_plain &= len(biases) in (0, len(modules)) and all(module.lora is None for module in modules)
-    if sms is None or not is_plain or x.size != x.shape[-1] or x.dtype.itemsize != 2:
+    is_whole = len(biases) in (0, len(modules)) and all(module.lora is None for module in modules)
+    if sms is None or not is_whole or not _is_of_one_token(x, weights, biases) or x.dtype.itemsize != 2:
         return None
-    widths = [one.shape[0] for one in weights]
-    if any(one.dtype != x.dtype for one in weights) or single_rows_refusal(x.shape[-1], widths, x.dtype):
+    widths, dtype = tuple(one.shape[0] for one in weights), jnp.dtype(x.dtype).name
+    sizes: Any = dict(rows=1, n=sum(widths), k=x.shape[-1], num_experts=1, widths=widths, dtype=dtype, out_dtype=dtype)
+    if not vector_candidates(GemmDesc(**sizes, bias_dtype=jnp.dtype(biases[0].dtype).name if biases else None), sms):
         return None
 
     def judge(tokens, weights, biases):

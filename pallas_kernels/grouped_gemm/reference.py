@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.common.numerics import quantize_e4m3_group, quantize_e4m3_static, round_to_float, widen
+from pallas_kernels.common.numerics import magnitude, quantize_e4m3_group, quantize_e4m3_static, round_to_float, widen
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 
 
@@ -109,7 +109,7 @@ def quantize_rows_by_group(h: jax.Array, is_power_of_two: bool = False) -> tuple
     rows, n = h.shape
     padded = jnp.pad(h, ((0, 0), (0, -n % SCALE_GROUP)))
     groups = padded.reshape(rows, -1, SCALE_GROUP)
-    amax = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
+    amax = jnp.max(magnitude(groups), axis=-1, keepdims=True)
     codes, scale = quantize_e4m3_group(groups, amax, is_power_of_two)
     return codes.reshape(rows, -1)[:, :n], scale[..., 0].T
 

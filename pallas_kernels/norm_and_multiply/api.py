@@ -82,6 +82,9 @@ def describe(
     """The description of a call, and the operands of its norm and of its product; all are checked here."""
     if x.ndim != 2 or x.shape[0] != 1:
         raise ValueError(f"x has shape {x.shape}, expected (1, H): one token")
+    for one in w if isinstance(w, tuple) else (w,):
+        if one.ndim != 3 or one.shape[0] != 1:
+            raise ValueError(f"w has shape {one.shape}, expected (1, N, {x.shape[1]})")
     norm, of_norm = describe_norm(x, weight, addend, eps=eps, bias=bias)
     given: Operands = dict(x=x, x_scale=None, out_scale=None, tile_rows=None, **one_tile())
     gemm, of_product = describe_products(given, w, None, w_bias, None, out_dtype, "none", None, False)

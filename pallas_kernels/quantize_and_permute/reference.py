@@ -56,7 +56,7 @@ def quantize_rows(desc: PermuteDesc, x: jax.Array, scale: jax.Array | None) -> t
         return quantize_e4m3_static(values, scale), None
     if desc.is_grouped:
         padded = jnp.pad(values, ((0, 0), (0, -desc.width % GROUP))).reshape(desc.num_tokens, -1, GROUP)
-        amax = jnp.max(jnp.abs(padded), axis=-1, keepdims=True)
+        amax = jnp.max(magnitude(padded), axis=-1, keepdims=True)
         codes, scales = quantize_e4m3_group(padded, amax, desc.has_power_of_two_scales)
         return codes.reshape(desc.num_tokens, -1)[:, : desc.width], scales[..., 0].T
     if (kind := desc.microscaling_kind) is not None:
@@ -70,5 +70,5 @@ def quantize_rows(desc: PermuteDesc, x: jax.Array, scale: jax.Array | None) -> t
         rounded = round_groups(groups, amax, kind, scale)
         return rounded.reshape(desc.num_tokens, -1)[:, : desc.width].astype(desc.out_dtype), row_scale
     rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
-    codes, scales = rule(values, jnp.max(jnp.abs(values), axis=-1, keepdims=True))
+    codes, scales = rule(values, jnp.max(magnitude(values), axis=-1, keepdims=True))
     return codes, scales[:, 0]

@@ -410,8 +410,13 @@ def test_products_of_one_token(calls):
     for sms, tokens in ((None, x), (132, jnp.ones((2, 1, 512), x.dtype)), (132, x.astype(jnp.float32))):
         assert _fused.product_of_one_token(modules, tokens, sms) is None
     assert _fused.product_of_one_token(modules, x[:0], 132) is None
-    narrow = Linear(512, 62, rngs=nnx.Rngs(0))
-    assert _fused.product_of_one_token((narrow,), x, 132) is None  # no multiple of a CTA's columns
+    for size in (62, 72):  # no multiple of a CTA's columns, or of 32 bytes a row
+        assert _fused.product_of_one_token((Linear(512, size, rngs=nnx.Rngs(0)),), x, 132) is None
+    norm = RMSNorm(512, eps=1e-6, rngs=nnx.Rngs(0))
+    assert _fused.added_and_projected(norm, x, None, modules, 132) is not None
+    modules[1].bias = nnx.data(nnx.Param(modules[1].bias[...].astype(jnp.float32)))  # biases of two dtypes
+    assert _fused.product_of_one_token(modules, x, 132) is None
+    assert _fused.added_and_projected(norm, x, None, modules, 132) is None
     modules[1].bias = None
     assert _fused.product_of_one_token(modules, x, 132) is None  # one bias of two
     modules[0].lora = object()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +106,10 @@ def test_wrong_calls():
     refuses(ValueError, r"\(2, 512\), expected \(1, H\)", call, jnp.tile(x, (2, 1)), weight, addend, w)
     narrow = tuple(one[..., :256] for one in w)
     refuses(ValueError, "x has K=512 and w has K=256", call, x, weight, addend, narrow)
+    for one in (jnp.tile(w[0], (2, 1, 1)), w[0][:0], w[0][0]):  # of two experts, of none, without their axis
+        message = rf"w has shape {re.escape(str(one.shape))}, expected \(1, N, 512\)"
+        for given in (one, (w[0], one)):
+            refuses(ValueError, message, call, x, weight, addend, given)
     codes = tuple(one.astype(jnp.float8_e4m3fn) for one in w)
     refuses(TypeError, "x is bfloat16 and w is float8_e4m3fn", call, x, weight, addend, codes)
     refuses(ValueError, r"x \(1, 512\), weight \(512,\), addend \(1, 256\)", call, x, weight, addend[:, :256], w)

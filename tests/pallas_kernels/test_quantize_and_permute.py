@@ -17,6 +17,7 @@ from jax import lax
 from moe_jax.quantization import QuantFormat, Strategy, dequantize, quantize_activations
 from pallas_kernels.common.microscaling import decode_e2m1, encode_e2m1
 from pallas_kernels.common.numerics import cast_int8
+from pallas_kernels.grouped_gemm.reference import quantize_rows_by_group
 from pallas_kernels.quantize_and_permute import (
     PermuteConfig,
     PermuteDesc,
@@ -148,6 +149,23 @@ def test_reference(quantization):
     x, row_of = make(9, 160, 3, 40)
     out, scale = call(x, row_of, 40, quantization, "reference")
     check(x, row_of, 40, quantization, out, scale)
+
+
+@pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0"])
+def test_nan_spreads_over_what_shares_its_scale(quantization):
+    """And no further. In an array this large XLA's maximum on a CPU loses it."""
+    x = np.random.default_rng(0).standard_normal((3, 2048)).astype(np.float32)
+    x[1, -1] = np.nan
+    x = jnp.asarray(x)
+    codes, scales = quantize_and_permute(x, quantization=quantization, implementation="reference")
+    spread = np.full((3, 2048), scales[:, None]) if scales.ndim == 1 else np.repeat(scales.T, 128, axis=1)
+    with np.errstate(invalid="ignore"):  # 0 times infinity
+        is_damaged = np.isnan(np.asarray(codes, np.float32) * spread)
+    first = 0 if scales.ndim == 1 else 2048 - 128
+    assert is_damaged[1, first:].all() and is_damaged.sum() == 2048 - first
+    if scales.ndim == 2:  # a product's epilogue has the same groups
+        for one, other in zip((codes, scales), quantize_rows_by_group(x, quantization.endswith("ue8m0")), strict=True):
+            np.testing.assert_array_equal(one.astype(jnp.float32), other.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("quantization", MICROSCALING)
