@@ -95,10 +95,8 @@ class Engine:
         self.batched = 8192 if options.default_graphs else min(8192, max(2048, *self.prefills))
         held = [(rows, context + new_tokens(rows, context, self.batched)) for rows, context in self.decodes]
         longest = max(self.prefills + [each for _, each in held])
-        length = max(4096, longest + 16)
-        tokens = max(
-            [length, *self.prefills, *(rows * each for rows, each in held)]
-        )  # vLLM wants room for one of length
+        length = max(4096, longest + 16)  # vLLM wants room for one row of it
+        tokens = max([length, *self.prefills, *(rows * each for rows, each in held)])
         # Tokens are counted in blocks of 16, a few of which vLLM keeps; 1.2 is room for both.
         cache = int(1.2 * tokens * cache_bytes(config)) * int(options.layers)
         graphs = sorted({1, 2, 4, 8, *rows})

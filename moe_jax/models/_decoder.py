@@ -79,10 +79,8 @@ class DecoderLayer(nnx.Module):
         x, normal = self._into_attention(x, addend)
         y, kept, selected = self.self_attn(normal, inputs, cached)
         x, normal, logits = self._into_mlp(x, self._given(self.attention_norm, y), token_mask)
-        if (rows := self._rows_of_experts(normal, logits, token_mask)) is not None:
-            y, stats = rows
-        elif logits is None and (sums := self._beside_padding(normal, token_mask)) is not None:
-            y, stats = sums
+        if (alone := self._experts_alone(normal, logits, token_mask)) is not None:
+            y, stats = alone
         elif isinstance(self.mlp, MoEBlock):
             seen = None if logits is None else seen_by_router(self.mlp.router, logits, token_mask)
             of_router = {} if seen is None else dict(router_logits=seen)
@@ -106,42 +104,39 @@ class DecoderLayer(nnx.Module):
             found = added_normed_and_routed(self.mlp_norm, x, addend, self.mlp.router, token_mask, sms)
         return (*self._next(x, addend, self.mlp_norm), None) if found is None else found
 
-    def _rows_of_experts(
+    def _experts_alone(
         self, normal: Array, logits: Array | None, token_mask: Array | None
     ) -> tuple[RoutedRows | Array, MoEStats] | None:
-        """What the experts of few tokens add, added up by their own last product or not at all; None where more
-        follows, or no backend leaves it so."""
-        if logits is None or self.residual_multiplier != 1:
-            return None
-        assert isinstance(self.mlp, MoEBlock), "whose router made logits"
-        is_plain = type(self.mlp.experts) is FusedMoE and self.mlp.shared_experts is None
-        found = self.mlp.experts.routed_rows(normal, logits, token_mask) if is_plain else None
-        if found is None:
-            return None
-        rows, stats = found
-        seen = seen_by_router(self.mlp.router, logits, token_mask)
-        return rows, dataclasses.replace(stats, router_logits=seen.reshape(-1, seen.shape[-1]))
+        """What the experts add, where a backend runs the whole layer and nothing but experts follows the router.
 
-    def _beside_padding(self, normal: Array, token_mask: Array | None) -> tuple[Array, MoEStats] | None:
-        """The experts' sums where kernels run the whole layer and pass over masked tokens: zeroed for gradients and
-        statistics alone. None where nothing is masked, or more than experts and a plain router is asked."""
-        block = self.mlp
-        if token_mask is None or type(block) is not MoEBlock or self.self_attn.num_sms() is None:
+        logits: of a norm's launch that multiplied with the router. Then rows may be left for the next norm to add up.
+        Without, this is for masked tokens, which the kernels pass over: zeroed for gradients and statistics alone.
+        """
+        block, is_combined = self.mlp, logits is None
+        parts: Any = None
+        if type(block) is not MoEBlock or type(block.experts) is not FusedMoE or block.shared_experts is not None:
             return None
-        router, experts = block.router, block.experts
-        if type(router) is not Linear or router.lora is not None or type(experts) is not FusedMoE:
+        router: Any = block.router
+        of_router: Any = logits
+        if of_router is None:
+            is_plain = type(router) is Linear and router.lora is None
+            if token_mask is None or not is_plain or self.self_attn.num_sms() is None:
+                return None
+            of_router = jax.ShapeDtypeStruct((*normal.shape[:-1], router.weight.shape[0]), jnp.float32)
+            asked = functools.partial(block.experts.routed_rows, token_mask=token_mask, is_combined=True)
+            if jax.eval_shape(asked, normal, of_router) is None:  # before the router multiplies for nobody
+                return None
+            of_router, parts = block.logits_and_parts(without_padding_in_gradients(normal, token_mask))
+        elif self.residual_multiplier != 1:
             return None
-        if block.shared_experts is not None:
-            return None
-        logits, parts = block.logits_and_parts(without_padding_in_gradients(normal, token_mask))
-        found = experts.routed_rows(normal, logits, token_mask, router_parts=parts, is_combined=True)
+        found = block.experts.routed_rows(normal, of_router, token_mask, router_parts=parts, is_combined=is_combined)
         if found is None:
             return None
         y, stats = found
-        assert not isinstance(y, RoutedRows), "is_combined"
-        seen = seen_by_router(router, logits, token_mask)
-        stats = dataclasses.replace(stats, router_logits=seen.reshape(-1, seen.shape[-1]))
-        return without_padding_in_gradients(y, token_mask), stats
+        seen = seen_by_router(router, of_router, token_mask)
+        if token_mask is not None and not isinstance(y, RoutedRows):
+            y = without_padding_in_gradients(y, token_mask)
+        return y, dataclasses.replace(stats, router_logits=seen.reshape(-1, seen.shape[-1]))
 
     def _next(self, x: Array, addend: Addend, norm: RMSNorm | LayerNorm) -> tuple[Array, Array]:
         """(the sum, what attention or feed-forward layer takes of it)."""

@@ -24,7 +24,7 @@ from pallas_kernels import rotate_and_store as rotate_kernel
 from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.grouped_gemm import grouped_gemm
-from pallas_kernels.grouped_gemm.problem import GemmDesc
+from pallas_kernels.grouped_gemm.api import describe_one_row, one_tile
 from pallas_kernels.grouped_gemm.vector import vector_candidates
 
 
@@ -114,9 +114,8 @@ def added_and_projected(
     None where no kernel does either.
     """
     biases, names = biases_of(modules), {module.implementation for module in modules}
-    if sms is None or 0 in x.shape or len(biases) not in (0, len(modules)) or any(m.lora is not None for m in modules):
-        return None
-    if len(names) > 1:
+    is_alike = len(names) == 1 and len(biases) in (0, len(modules)) and all(m.lora is None for m in modules)
+    if sms is None or 0 in x.shape or not is_alike:
         return None
     (parts, bias), weights = _parts(addend, x), [module.weight.get_value() for module in modules]
     arguments: Any = x, norm.weight[...], parts, bias, weights, biases
@@ -212,9 +211,8 @@ def product_of_one_token(modules: tuple[Linear, ...], x: Float[Array, "... K"], 
     is_whole = len(biases) in (0, len(modules)) and all(module.lora is None for module in modules)
     if sms is None or not is_whole or not _is_of_one_token(x, weights, biases) or x.dtype.itemsize != 2:
         return None
-    widths, dtype = tuple(one.shape[0] for one in weights), jnp.dtype(x.dtype).name
-    sizes: Any = dict(rows=1, n=sum(widths), k=x.shape[-1], num_experts=1, widths=widths, dtype=dtype, out_dtype=dtype)
-    if not vector_candidates(GemmDesc(**sizes, bias_dtype=jnp.dtype(biases[0].dtype).name if biases else None), sms):
+    desc, _ = describe_one_row(x.reshape(1, -1), *_of_one_expert(weights, biases), x.dtype)
+    if not vector_candidates(desc, sms):
         return None
 
     def judge(tokens, weights, biases):
@@ -317,8 +315,7 @@ def _normed_and_multiplied(
 def _multiplied_alone(x: Array, weights: list[Array], biases: list[Array]) -> Array:
     """(1, K) times weights side by side, (1, N)."""
     w, w_bias = _of_one_expert(weights, biases)
-    of_tile: Any = dict(tile_expert=jnp.zeros(1, jnp.int32), num_tiles=jnp.ones(1, jnp.int32))
-    return grouped_gemm(x, w, bias=w_bias, out_dtype=x.dtype, implementation="hopper", **of_tile)
+    return grouped_gemm(x, w, bias=w_bias, out_dtype=x.dtype, implementation="hopper", **one_tile())
 
 
 def rotated_and_stored(

@@ -127,6 +127,22 @@ def describe_products(
     return desc, operands | numbered(each)
 
 
+def one_tile() -> Operands:
+    """Arguments of a product of one row with one expert."""
+    return dict(tile_expert=jnp.zeros(1, jnp.int32), num_tiles=jnp.ones(1, jnp.int32))
+
+
+def describe_one_row(
+    x: jax.Array,
+    w: jax.Array | tuple[jax.Array, ...],
+    bias: jax.Array | tuple[jax.Array, ...] | None,
+    out_dtype: DTypeLike,
+) -> tuple[GemmDesc, Operands]:
+    """``describe_products`` of x (1, K) and weights of one expert, without scales."""
+    given: Operands = dict(x=x, x_scale=None, out_scale=None, tile_rows=None, **one_tile())
+    return describe_products(given, w, None, bias, None, out_dtype, "none", None, False)
+
+
 def of_each_weight(**given: Any) -> list[Operands]:
     """The operands of each weight, of a tuple of them or of one."""
     sizes = {len(own) if isinstance(own, tuple) else None for own in given.values() if own is not None}

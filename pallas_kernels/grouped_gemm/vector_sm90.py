@@ -81,7 +81,7 @@ def columns_of_one(
 ) -> None:
     """The columns from ``first`` on of a CTA, of one expert: of one weight, or of one of those side by side.
 
-    prepare: makes the row and its scales, where operands do not hold them before; weights are on their way then.
+    prepare: makes the row, where operands do not hold it before; weights are on their way then.
     """
     for index, (start, width) in enumerate(zip(desc.starts or (0,), desc.widths or (desc.n,), strict=True)):
         given = [name for name in ("w", "w_scale", "bias") if name in operands]

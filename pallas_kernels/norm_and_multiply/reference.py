@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.add_and_norm.reference import add_and_norm_ref
 from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm.api import one_tile
 from pallas_kernels.norm_and_multiply.config import NormProductDesc
 
 
@@ -16,8 +16,3 @@ def norm_and_multiply_ref(
     """product: arguments of ``grouped_gemm`` but for its rows."""
     total, row = add_and_norm_ref(desc.norm, *of_norm)
     return total, grouped_gemm(row, **product, **one_tile(), implementation="reference")
-
-
-def one_tile() -> dict[str, Any]:
-    """Arguments of a product of one row with one expert."""
-    return dict(tile_expert=jnp.zeros(1, jnp.int32), num_tiles=jnp.ones(1, jnp.int32))

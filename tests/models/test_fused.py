@@ -234,8 +234,8 @@ def test_rows_of_one_token(case, calls, monkeypatch, scheme, is_added_up):
     expected, wanted_gradients = [score(model, mask) for mask in masks], gradients()
     left = []
 
-    def routed_rows(*arguments):
-        left.append(plain_routed_rows(*arguments))
+    def routed_rows(*arguments, **options):
+        left.append(plain_routed_rows(*arguments, **options))
         return left[-1]
 
     plain_routed_rows = FusedMoE.routed_rows

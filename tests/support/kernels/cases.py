@@ -498,9 +498,8 @@ def norm_and_multiply_cases() -> Iterator[Case]:
         for parts, widths in ((1, (4096, 512, 512)), (3, ()), (0, ())):
             norm = AddNormDesc(1, width, dtype, parts, 1e-6, "float32" if parts == 3 else None, has_bias=parts == 3)
             shapes: list[Shape] = [((1, width), dtype), ((width,), dtype)]
-            shapes += [((parts, 1, width), norm.part_dtype or dtype)] * bool(parts) + [
-                ((width,), dtype)
-            ] * norm.has_bias
+            shapes += [((parts, 1, width), norm.part_dtype or dtype)] * bool(parts)
+            shapes += [((width,), dtype)] * norm.has_bias
             sizes: dict[str, Any] = dict(rows=1, n=sum(widths) or 704, k=width, num_experts=1, widths=widths)
             desc = NormProductDesc(norm, GemmDesc(**sizes, dtype=dtype, bias_dtype=None if widths else dtype))
             config = choose_product(desc, H200_SMS)
