@@ -242,6 +242,13 @@ def asm(operands: list[ir.Value], text: str, constraints: str, *, has_result: bo
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
 
+def asm_words(operands: list[ir.Value], text: str, constraints: str, count: int) -> tuple[mgpu.FragmentedArray, ...]:
+    """``asm`` of several results of 32 bits, wrapped."""
+    kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
+    found = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
+    return tuple(wrap(llvm.extractvalue(integer(32), found, [i])) for i in range(count))
+
+
 def integer(bits: int) -> ir.Type:
     return ir.IntegerType.get_signless(bits)
 

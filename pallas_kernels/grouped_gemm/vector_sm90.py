@@ -4,10 +4,14 @@ A CTA is one warpgroup. Each of its warps takes a few columns of one row of the 
 registers, a vector a lane and piece of K, multiplies them with the row, and adds up over its lanes. Nothing is staged
 in shared memory and no warp waits for another one, so loads are under way as soon as the launch begins. A CTA that
 quantizes its row does so while its weights come; every warp quantizes the whole row for itself.
+
+Numbers of 16 bits, to which e4m3 is widened, are multiplied by the tensor cores of the warp (``mma.sync``): the left
+operand's rows are eight runs of four lanes' columns of one weight row, and of another one; the right operand's columns
+are the same runs of the row of x. Of the products the diagonal is taken.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, int8_token_factors, reciprocal
@@ -144,7 +148,12 @@ class _Weight:
         self.prepare = prepare
         self.pieces = pieces_of_row(desc.k, desc.dtype)
         thread = simt.thread_index()
-        self.lane, warp = thread & (LANES - 1), lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+        self.lane = thread & (LANES - 1)
+        warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+        run = lax.shift_right_logical(self.lane, jnp.full_like(thread, 2))
+        self.is_odd_run = (run & 1) != 0
+        # Lane 4 g + j of a warp has columns 2 j and 2 j + 1 of row g of a product.
+        self.is_on_diagonal = lax.shift_right_logical(run, jnp.full_like(thread, 1)) == (self.lane & 3)
         self.nothing = simt.constant(0)
         self.zero = lax.bitcast_convert_type(self.nothing, jnp.float32)
         self.columns = [warp + (first + channel * WARPS) for channel in range(config.channels)]
@@ -228,7 +237,7 @@ class _Weight:
         scale = None
         if desc.lhs_scale in ("row", "tensor"):
             scale = self.number("x_scale", self.nothing + (row if desc.lhs_scale == "row" else 0))
-        return [*map(_wide, given)], scales, scale
+        return [*map(_operand, given)], scales, scale
 
     def _block_scale(self, piece: Piece, offset: Scalar, place: Scalar) -> Value:
         """Of each lane's columns. place: of the first block of these rows of weights."""
@@ -258,11 +267,22 @@ class _Weight:
             own = [] if scale is None else [scale * self._block_scale(piece, offset, place) for place in places]
             factors.append(own)
         for piece, of_piece, own, by_matrix in zip(some, loaded, values, factors, strict=True):
-            products = [_dot(piece, one, own) for one in of_piece]
+            products = self._dots(piece, of_piece, own)
             if by_matrix:
                 products = [value * by_matrix[i // self.config.channels] for i, value in enumerate(products)]
             sums = tuple(a + b for a, b in zip(sums, products, strict=True))
         return sums
+
+    def _dots(self, piece: Piece, weights: list[Value], row: Value) -> list[Value]:
+        """Each thread's share of the products of (4, width) weights and a row of that width; of others than int8 what
+        counts is in the threads on the diagonal."""
+        if row.dtype == jnp.int8:
+            return [_dot_int8(piece, one, row) for one in weights]
+        shares = []
+        for start in range(0, len(weights), 2):
+            sums = _matrix_product(piece, weights[start : start + 2], row)
+            shares += [jnp.where(self.is_odd_run, odd, even) for even, odd in zip(sums[::2], sums[1::2], strict=True)]
+        return shares
 
     def _of_channels(self, expert: Scalar) -> list[tuple[Value | None, Value | None]]:
         """(scale, bias) of each projection and channel."""
@@ -290,6 +310,7 @@ class _Weight:
         of_lanes = simt.warp_add if desc.accumulator == "int32" else simt.warp_sum
         values = []
         for total, (scale, bias) in zip(sums, of_channels, strict=True):
+            total = total if desc.accumulator == "int32" else jnp.where(self.is_on_diagonal, total, 0.0)
             value = of_lanes(total).astype(jnp.float32)
             value = value if row_scale is None else value * row_scale
             value = value if scale is None else value * scale
@@ -338,15 +359,12 @@ def _quantized(
 def _codes(piece: Piece, values: Value, scale: Value) -> Value:
     """e4m3 codes of a piece, in float32. scale: each thread's."""
     inverse, scale = (_spread(piece, one) for one in divisor(scale))
-    return _wide(e4m3_codes(values, inverse, scale))
+    return _operand(e4m3_codes(values, inverse, scale))
 
 
-def _wide(values: Value) -> Value:
-    """Codes and 16-bit numbers as they are multiplied: int8 as it is, others in float32."""
-    if values.dtype == jnp.int8:
-        return values
-    values = values.astype(jnp.float16) if values.dtype == jnp.float8_e4m3fn else values
-    return values.astype(jnp.float32)
+def _operand(values: Value) -> Value:
+    """Codes and 16-bit numbers as they are multiplied: e4m3 in float16, others as they are."""
+    return values.astype(jnp.float16) if values.dtype == jnp.float8_e4m3fn else values
 
 
 def _over_group(piece: Piece, bits: Value) -> Value:
@@ -361,44 +379,64 @@ def _over_group(piece: Piece, bits: Value) -> Value:
 # Below: one value a thread from the vectors that it holds, and back.
 
 
-def _dot(piece: Piece, weights: Value, row: Value) -> Value:
-    """Each thread's share of the products of (4, width) weights and a row of that width."""
-    layout, is_int8 = mosaic.row_a_warp(piece.vector), weights.dtype == jnp.int8
-    multiply = _dot_int8 if is_int8 else _dot_float32
+def _matrix_product(piece: Piece, weights: list[Value], row: Value) -> list[Value]:
+    """Of one or two weights (4, width) and a row two numbers each: those of a thread of ``mma.sync``, in float32."""
+    layout = mosaic.row_a_warp(piece.vector)
+    kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(row.dtype).name]
+
+    @simt.inline(*[layout] * len(weights), layout.reduce(0), result=(_RESULT,) * (2 * len(weights)))
+    def run(ctx, *operands):
+        del ctx
+        words = [_words(register) for operand in operands for register in operand.registers.flat]
+        return _run_mma(kind, words[:-1], words[-1])
+
+    found = run(*map(_operand, weights), row)
+    return [lax.bitcast_convert_type(one, jnp.float32) for one in found]
+
+
+def _run_mma(kind: str, weights: list[list[ir.Value]], row: list[ir.Value]) -> tuple[mgpu.FragmentedArray, ...]:
+    count, results = len(row), 2 * len(weights)
+    values = [word for words in (*weights, row) for word in words]
+
+    def name(operand: int, word: int) -> str:
+        inside = operand < len(weights) or operand == 2
+        place = results + (len(weights) if operand == 2 else operand) * count + word
+        return f"${place}" if inside and word < count else "z"
+
+    lines, sums = ["{ .reg .b32 z; .reg .f32 n, c<4>; mov.b32 z, 0; mov.f32 n, 0f00000000;"], "n, n, n, n"
+    for word in range(0, count, 2):
+        left = ", ".join(name(operand, word + half) for half in (0, 1) for operand in (0, 1))
+        right = ", ".join(name(2, word + half) for half in (0, 1))
+        shape = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        lines.append(f"{shape} {{c0, c1, c2, c3}}, {{{left}}}, {{{right}}}, {{{sums}}};")
+        sums = "c0, c1, c2, c3"
+    lines += [f"mov.b32 ${i}, c{i};" for i in range(results)] + ["}"]
+    return simt.asm_words(values, " ".join(lines), "=r," * results + ",".join("r" * len(values)), results)
+
+
+def _dot_int8(piece: Piece, weights: Value, row: Value) -> Value:
+    layout = mosaic.row_a_warp(piece.vector)
 
     @simt.inline(layout, layout.reduce(0), result=_RESULT)
     def run(ctx, weights, row):
         del ctx
         (a,), (b,) = weights.registers.flat, row.registers.flat
-        return simt.wrap(multiply(a, b))
+        total = simt.integer_constant(0, 32)
+        for words in zip(_words(a), _words(b), strict=True):
+            total = simt.asm([*words, total], "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", has_result=True)
+        return simt.wrap(total)
 
-    total = run(_wide(weights), row)
-    return total if is_int8 else lax.bitcast_convert_type(total, jnp.float32)
-
-
-def _dot_float32(a: ir.Value, b: ir.Value) -> ir.Value:
-    (x, y), *others = zip(_elements(a), _elements(b), strict=True)
-    total = arith.mulf(x, y)
-    for x, y in others:
-        total = llvm.intr_fma(x, y, total)
-    return arith.bitcast(simt.integer(32), total)
+    return run(weights, row)
 
 
-def _dot_int8(a: ir.Value, b: ir.Value) -> ir.Value:
-    total = simt.integer_constant(0, 32)
-    for words in zip(_words(a), _words(b), strict=True):
-        total = simt.asm([*words, total], "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", has_result=True)
-    return total
-
-
-def _words(codes: ir.Value) -> Iterator[ir.Value]:
-    """Four int8 codes each, zeros where there are only two."""
-    (length,) = ir.VectorType(codes.type).shape
-    if length == 2:
-        yield arith.extui(simt.integer(32), mgpu.utils.bitcast(codes, simt.integer(16)))
-        return
-    words = mgpu.utils.bitcast(codes, ir.VectorType.get((length // 4,), simt.integer(32)))
-    yield from _elements(words)
+def _words(register: ir.Value) -> list[ir.Value]:
+    """An MLIR vector's words of 32 bits; of 16 bits one with zeros above."""
+    kind = ir.VectorType(register.type)
+    bits = kind.shape[0] * kind.element_type.width
+    if bits == 16:
+        return [arith.extui(simt.integer(32), mgpu.utils.bitcast(register, simt.integer(16)))]
+    words = mgpu.utils.bitcast(register, ir.VectorType.get((bits // 32,), simt.integer(32)))
+    return _elements(words)
 
 
 def _elements(register: ir.Value) -> list[ir.Value]:
