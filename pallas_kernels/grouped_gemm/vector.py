@@ -12,7 +12,7 @@ from pallas_kernels.grouped_gemm.problem import GemmDesc
 
 CHUNK = 4  # loads of a weight row that are under way together where a row takes more than ``MOST_PIECES``
 MOST_PIECES = 8  # of a row that a warp holds at once
-MOST_LOADS = 16  # of a warp's weight rows that are under way together: 64 registers a thread
+MOST_LOADS = 12  # of a warp's weight rows that are under way together: 48 registers a thread
 MOST_ROWS = 32  # of a token that are added up: the code has each of them apart and grows with their square
 _CHANNELS = (4, 2, 1)  # the most first
 
@@ -82,6 +82,8 @@ def vector_error(desc: GemmDesc, config: VectorConfig) -> str | None:
         return f"the sum of {desc.rows} rows: at most {MOST_ROWS}"
     if desc.top_k and (desc.num_tokens > 1 or desc.widths or desc.requantize != "none"):
         return "the sum of rows: of one token, neither requantized nor of weights side by side"
+    if desc.top_k and desc.quantization != "none":
+        return "the sum of rows that are quantized first: every warp would quantize all of them"
     if desc.requantize == "group":
         return "requantize='group' of single rows: the columns of a group lie in several CTAs"
     if desc.quantization != "none" and len(pieces_of_row(desc.k, desc.dtype)) > MOST_PIECES:

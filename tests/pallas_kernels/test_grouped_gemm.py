@@ -5,6 +5,7 @@ Layout contract: see gemm_problem.py. The numerics of the Hopper kernel are in t
 
 import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, candidates, choose_config, config_error, grouped_gemm
+from pallas_kernels.grouped_gemm import (
+    GemmConfig,
+    GemmDesc,
+    VectorConfig,
+    candidates,
+    choose_config,
+    config_error,
+    grouped_gemm,
+)
 from pallas_kernels.grouped_gemm.api import describe_gemm
 from pallas_kernels.grouped_gemm.config import shared_arrays, shared_memory
 from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, large_m_heights, refusal, space, tile_work
@@ -162,6 +171,16 @@ def test_wrong_calls_that_quantize():
     refuses(ValueError, "quantization='e4m3_group' with scales of w 'channel'; expected 'block'", call, "e4m3_group")
     refuses(ValueError, "quantization='e4m3_row' with scales of w 'block'", call, "e4m3_row", scale="block")
     assert call("e4m3_row").shape == call("e4m3_group_ue8m0", scale="block").shape == (4, 64)
+
+
+def test_rows_are_quantized_or_added_up():
+    """Each alone the kernel of single rows has; both would make every warp quantize all rows."""
+    alone: dict[str, Any] = dict(rows=2, n=64, k=256, num_experts=2, dtype="int8", lhs_scale="row", rhs_scale="channel")
+    added = dict(num_tokens=1, top_k=2)
+    for quantization, more in (("int8_row", {}), ("none", added)):
+        assert config_error(GemmDesc(**alone, **more, quantization=quantization), VectorConfig(1)) is None
+    reason = config_error(GemmDesc(**alone, **added, quantization="int8_row"), VectorConfig(1))
+    assert reason is not None and "every warp would quantize all of them" in reason
 
 
 def test_wrong_calls_that_add_up():
