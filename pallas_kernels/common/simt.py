@@ -105,9 +105,10 @@ def load_float(ref: Ref, index: Value, mask: Value, default: float) -> Value:
 
 
 def load_bits(ref: Ref, index: Value, mask: Value, itemsize: int) -> Value:
-    """The 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,) in global memory."""
-    fetch = {2: "ld.{space}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{space}.b32 $0, [$1];"}[itemsize]
-    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p " + fetch + " }}"
+    """The 1, 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,) in global memory."""
+    fetch = {1: "ld.{space}.u8 h, [$1]; @p cvt.u32.u16 $0, h;"}
+    fetch |= {2: "ld.{space}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{space}.b32 $0, [$1];"}
+    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p " + fetch[itemsize] + " }}"
     return _masked_read(ref, index, mask, text, 0, itemsize)
 
 
@@ -203,8 +204,10 @@ def e4m3_bits(value: Value) -> Value:
     return _by_thread(lax.bitcast_convert_type(value, jnp.int32), text, "=r,f")
 
 
-def half_bits(value: Value, dtype: Dtype) -> Value:
-    """The two bytes of each float32 value in bfloat16 or float16."""
+def float_bits(value: Value, dtype: Dtype) -> Value:
+    """The bits of each float32 value in float32, or rounded to bfloat16 or float16."""
+    if jnp.dtype(dtype).name == "float32":
+        return lax.bitcast_convert_type(value, jnp.int32)
     kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
     text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; cvt.u32.u16 $0, h; }}"
     return _by_thread(lax.bitcast_convert_type(value, jnp.int32), text, "=r,f")

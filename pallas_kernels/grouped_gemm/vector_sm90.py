@@ -7,7 +7,7 @@ quantizes its row does so while its weights come; every warp quantizes the whole
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from pallas_kernels.common.numerics_sm90 import cast_int8_in, divisor, e4m3_code
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import LANES, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
-from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 from pallas_kernels.grouped_gemm.vector import CHUNK, MOST_LOADS, MOST_PIECES, Piece, VectorConfig, pieces_of_row
 
 _RESULT = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, simt.LANES)
@@ -83,15 +83,28 @@ def columns_of_one(
 
     prepare: makes the row, where operands do not hold it before; weights are on their way then.
     """
+
+    def run(own, first, width, start):
+        weight = _Weight(desc, config, own, first, width, prepare)
+        _multiply_and_store(weight, tile, 0, out, start)
+
+    for_own_weight(desc, ("w", "w_scale", "bias"), operands, first, run)
+
+
+def for_own_weight(
+    desc: GroupedGemm,
+    names: Sequence[str],
+    operands: dict[str, Ref],
+    first: Scalar,
+    run: Callable[[dict[str, Ref], Scalar, int, int], None],
+) -> None:
+    """``run(operands, column counted from the weight's first, N, start)`` of the weight that has output column
+    ``first``. names: of operands that each weight has. Where there are several weights, ``run`` is in branches.
+    """
     for index, (start, width) in enumerate(zip(desc.starts or (0,), desc.widths or (desc.n,), strict=True)):
-        given = [name for name in ("w", "w_scale", "bias") if name in operands]
-        own = operands | {name: operands[desc.of_each_weight(name)[index]] for name in given}
-
-        def run(own=own, start=start, width=width):
-            weight = _Weight(desc, config, own, first - start, width, prepare)
-            _multiply_and_store(weight, tile, 0, out, start)
-
-        pl.when((first >= start) & (first < start + width))(run) if desc.widths else run()
+        own = operands | {name: operands[desc.of_each_weight(name)[index]] for name in names if name in operands}
+        one = functools.partial(run, own, first - start, width, start)
+        pl.when((first >= start) & (first < start + width))(one) if desc.widths else one()
 
 
 def _multiply_and_store(weight: "_Weight", tile: Scalar, expert: Scalar, out: Ref, start: int) -> None:
@@ -306,10 +319,8 @@ def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, val
     if desc.requantize == "tensor":
         value = value.astype(jnp.bfloat16).astype(jnp.float32) if desc.is_rounded_first else value
         bits = simt.e4m3_bits(value * reciprocal(operands["out_scale"][0]))
-    elif desc.out_dtype == "float32":
-        bits = lax.bitcast_convert_type(value, jnp.int32)
     else:
-        bits = simt.half_bits(value, desc.out_dtype)
+        bits = simt.float_bits(value, desc.out_dtype)
     simt.store_bits(out, index, bits, (thread & (LANES - 1)) == 0, jnp.dtype(desc.stored_dtype).itemsize)
 
 
