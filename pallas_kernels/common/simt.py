@@ -80,12 +80,16 @@ def constant(value: int) -> Value:
 def barrier() -> None:
     """Wait for all threads of the CTA; their memory accesses before it are visible after it."""
 
-    @inline()
-    def wait(ctx):
-        del ctx
-        asm([], "bar.sync 0;", "~{memory}")
+    _emit("bar.sync 0;")
 
-    wait()
+
+def _emit(text: str) -> None:
+    @inline()
+    def emit(ctx):
+        del ctx
+        asm([], text, "~{memory}")
+
+    emit()
 
 
 def load(ref: Ref, index: Value, mask: Value, default: int) -> Value:
@@ -95,7 +99,7 @@ def load(ref: Ref, index: Value, mask: Value, default: int) -> Value:
 
 
 def load_float(ref: Ref, index: Value, mask: Value, default: float) -> Value:
-    """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16 in global memory."""
+    """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16."""
     dtype = jnp.dtype(ref.dtype)
     fetch, widen = _FLOAT_LOADS[dtype.name]
     text = f"mov.b32 $0, {{default}}; @p ld.{{space}}.{fetch}; {widen}"
@@ -105,7 +109,7 @@ def load_float(ref: Ref, index: Value, mask: Value, default: float) -> Value:
 
 
 def load_bits(ref: Ref, index: Value, mask: Value, itemsize: int) -> Value:
-    """The 1, 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,) in global memory."""
+    """The 1, 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,)."""
     fetch = {1: "ld.{space}.u8 h, [$1]; @p cvt.u32.u16 $0, h;"}
     fetch |= {2: "ld.{space}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{space}.b32 $0, [$1];"}
     text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p " + fetch[itemsize] + " }}"
@@ -132,6 +136,56 @@ def _masked_read(ref: Ref, index: Value, mask: Value, text: str, default: int = 
         return wrap(asm([address, value_of(mask)], ptx, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return read(ref, index, _as_int(mask))
+
+
+def load_words(ref: Ref, index: Value, count: int) -> tuple[Value, ...]:
+    """ref[index : index + count]: 1, 2 or 4 words in one load. ref: (n,) int32; index: a multiple of count."""
+    vector = "" if count == 1 else f".v{count}"
+    targets = "$0" if count == 1 else f"{{{', '.join(f'${i}' for i in range(count))}}}"
+
+    @inline(plgpu.RefType(), LANES, result=(_RESULT,) * count)
+    def read(ctx, ref, index):
+        del ctx
+        space, address, constraint = _address(ref, index, 4)
+        text = f"ld.{space}{vector}.b32 {targets}, [${count}];"
+        return tuple(map(wrap, asm_of_several([address], text, f"{constraint},~{{memory}}", count)))
+
+    return read(ref, index)
+
+
+CHUNK = 16  # bytes of a copy
+
+
+def copy(source: Ref, index: Value, target: Ref, place: Value, is_inside: Value, mask: Value, *, l1: bool) -> None:
+    """Start to copy 16 bytes from global to shared memory where mask; zeros where not ``is_inside``.
+
+    index, place: in 16 bytes. l1: the source is kept in the first cache, for other warps. The copies of a thread since
+    the last ``end_copies`` are a group.
+    """
+    text = (
+        "{{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, $3, 0; selp.b32 n, 16, 0, p; setp.ne.s32 p, $2, 0; "
+        "@p cp.async.{level}.shared.global [$0], [$1], 16, n; }}"
+    )
+
+    @inline(plgpu.RefType(), LANES, plgpu.RefType(), LANES, LANES, LANES)
+    def start(ctx, source, index, target, place, is_inside, mask):
+        del ctx
+        _, address, _ = _address(source, index, CHUNK)
+        _, own, _ = _address(target, place, CHUNK)
+        operands = [own, address, value_of(mask), value_of(is_inside)]
+        asm(operands, text.format(level="ca" if l1 else "cg"), "r,l,r,r,~{memory}")
+
+    start(source, index, target, place, _as_int(is_inside), _as_int(mask))
+
+
+def end_copies() -> None:
+    """End a group of copies, which may be empty."""
+    _emit("cp.async.commit_group;")
+
+
+def wait_for_copies(newest: int) -> None:
+    """Until all groups of copies of a warp's threads, but for the ``newest`` ones, are complete and visible to it."""
+    _emit(f"cp.async.wait_group {newest}; bar.warp.sync 0xffffffff;")
 
 
 def store(ref: Ref, index: Value, value: Value, mask: Value | bool) -> None:
@@ -243,6 +297,19 @@ def asm(operands: list[ir.Value], text: str, constraints: str, *, has_result: bo
     """Inline PTX that is neither dropped nor moved past another. bits: of its result."""
     kind = integer(bits) if has_result else ir.Type.parse("!llvm.void")
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
+
+
+def asm_of_several(
+    operands: list[ir.Value], text: str, constraints: str, count: int, element: ir.Type | None = None
+) -> list[ir.Value]:
+    """``asm`` with ``count`` results of one type, $0 and so on; of 32-bit integers where none is given. constraints: of
+    the operands."""
+    element = element or integer(32)
+    letter = "f" if element == ir.F32Type.get() else "r"
+    kind = ir.Type.parse(f"!llvm.struct<({', '.join([str(element)] * count)})>")
+    results = ",".join([f"={letter}"] * count)
+    found = llvm.inline_asm(kind, operands, text, f"{results},{constraints}", has_side_effects=True, asm_dialect=0)
+    return [llvm.extractvalue(element, found, [index]) for index in range(count)]
 
 
 def integer(bits: int) -> ir.Type:

@@ -58,8 +58,8 @@ def load_block(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(vectors)), return_type=result)
     def load(ctx, block, *vectors) -> Any:
         del ctx
-        thread, pointer = _lane(), mgpu.utils.memref_ptr(block)
-        words, scale_words = words_of_block(fmt, pointer, thread), scale_words_of_block(fmt, pointer, thread)
+        thread = _lane()
+        words, scale_words = _words(fmt, block, thread), _scale_words(fmt, block, thread)
         parts = None
         if wide_scales is not None:
             *vectors, last = vectors
@@ -95,9 +95,9 @@ def registers_of_words(
 ) -> dict[tuple[int, int, int], IrValue]:
     """(step of K, half of the step, half of the rows) -> a register of a thread's fragment, from its words of a block.
 
-    words, scale_words: as ``words_of_block`` and ``scale_words_of_block`` give them. zero, scale, parts: a group's
-    zero term (``spread``), what operands are multiplied with in place of the block's scales, and float32 factors as
-    two numbers.
+    scale_words: of its channel and the one 8 further down, where the block ends in scales. zero, scale, parts: a
+    group's zero term (``spread``), what operands are multiplied with in place of the block's scales, and float32
+    factors as two numbers.
     """
     factor = scale
     if fmt.is_8bit and fmt.scale_words:
@@ -125,8 +125,9 @@ def _lane() -> IrValue:
     return _asm([], "{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 $0, t, 127; }")
 
 
-def words_of_block(fmt: PackedFormat, pointer: IrValue, thread: IrValue) -> list[IrValue]:
-    """All words of a thread of the block at ``pointer``: one 16-byte load for every 512 of the block."""
+def _words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrValue]:
+    """All words of a thread: one 16-byte load for every 512 of the block."""
+    pointer = mgpu.utils.memref_ptr(block)
     four = ir.VectorType.get((4,), _i32())
     words = []
     for first in range(0, BLOCK_N * fmt.block_k * fmt.bits // 32, 512):
@@ -167,9 +168,9 @@ def _one_of(two: IrValue, half: int) -> IrValue:
     return _asm([two], f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {{{'lh'[half]}, {'lh'[half]}}}; }}")
 
 
-def scale_words_of_block(fmt: PackedFormat, pointer: IrValue, thread: IrValue) -> list[IrValue]:
-    """The scales of a thread's row and of the row 8 further down in the block at ``pointer``: a word each of four, or
-    one of two and two; none where the block ends in none.
+def _scale_words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrValue]:
+    """The scales of a thread's row and of the row 8 further down: a word each of four, or one of two and two; none
+    where the block ends in none.
     """
     if not fmt.scale_words:
         return []
@@ -178,7 +179,7 @@ def scale_words_of_block(fmt: PackedFormat, pointer: IrValue, thread: IrValue) -
     entry = arith.muli(arith.shrui(thread, _constant(2)), _constant(count))
     offset = arith.addi(entry, _constant(rows * columns - fmt.scale_words))
     kind = ir.VectorType.get((count,), _i32())
-    loaded = llvm.load(kind, _element(pointer, offset), alignment=4 * count)
+    loaded = llvm.load(kind, _element(mgpu.utils.memref_ptr(block), offset), alignment=4 * count)
     return [vector.extract(loaded, [], [i]) for i in range(count)]
 
 

@@ -3,12 +3,15 @@
 import dataclasses
 from typing import ClassVar
 
-from pallas_kernels.common.sm90 import WARPS
+import jax.numpy as jnp
+
+from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 
 CHANNELS = 16  # of a warp: the rows of one mma.sync
-_MOST_REGISTERS = 96  # of a thread, for weights and their scales that are under way together
+ROW_PIECES = 8  # of 16 bytes of a row of x, with which a block is multiplied
+_RING_BYTES = 48 << 10  # of a CTA: four CTAs of an SM have room for that
 _SPLITS = (4, 2, 1)  # preferred ones first
 
 
@@ -29,27 +32,24 @@ class PackedVectorConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """The blocks of K of one of the warps that share channels: as many for each, or one more for the first ``longer``.
+class Ring:
+    """What each warp keeps in shared memory, in pieces of 16 bytes, one after the other for each of ``slots`` blocks.
 
-    A loop of ``turns`` takes ``at_once`` blocks each, the last ``rest`` follow it. The last block of all is none of the
-    warp's own where it has one less.
+    steps: blocks of K of a warp, or one more than that. ahead: blocks under way before one is multiplied. words,
+    scales, zeros: pieces of one projection, the latter two of what lies beside the blocks.
     """
 
-    least: int
-    longer: int
-    turns: int
-    at_once: int
-    rest: int
-
-    @property
-    def most(self) -> int:
-        return self.least + (self.longer > 0)
+    steps: int
+    slots: int
+    ahead: int
+    words: int
+    scales: int
+    zeros: int
 
 
 def words_a_thread(fmt: PackedFormat) -> int:
-    """Of one block."""
-    return BLOCK_N * fmt.block_k * fmt.bits // 32 // 128
+    """Of one block, scales left out."""
+    return BLOCK_N * fmt.block_k * fmt.bits // 32 // WARPGROUP
 
 
 def sums_of_block(fmt: PackedFormat) -> int:
@@ -57,16 +57,16 @@ def sums_of_block(fmt: PackedFormat) -> int:
     return max(1, fmt.block_k // (fmt.group_size or fmt.block_k)) if fmt.scale == "group" else 1
 
 
-def share_of_warp(desc: PackedDesc, config: PackedVectorConfig) -> Share:
-    """How the warps of a CTA take K."""
-    fmt = desc.fmt
-    least, longer = divmod(desc.k // fmt.block_k, config.k_split)
-    beside = 2 * sums_of_block(fmt) * ((fmt.scale == "group") + fmt.has_zero_point)
-    of_block = desc.projections * (words_a_thread(fmt) + fmt.scale_words // 32 + beside)
-    most = least + (longer > 0)
-    at_once = -(-most // -(-most // max(1, _MOST_REGISTERS // of_block)))
-    turns = (most - 1) // at_once
-    return Share(least, longer, turns, at_once, most - turns * at_once)
+def ring_of(desc: PackedDesc, config: PackedVectorConfig) -> Ring:
+    """As deep as a warp's part of K, or as ``_RING_BYTES`` allow."""
+    fmt, number = desc.fmt, sums_of_block(desc.fmt)
+    words = (words_a_thread(fmt) * LANES + fmt.scale_words // WARPS) // 4
+    scales = number * jnp.dtype(desc.scale_dtype).itemsize if fmt.scale == "group" else 0
+    zeros = number * jnp.dtype(fmt.operand).itemsize if fmt.has_zero_point else 0
+    steps = -(-(desc.k // fmt.block_k) // config.k_split)
+    of_slot = WARPS * 16 * (desc.projections * (words + scales + zeros) + ROW_PIECES)
+    slots = min(steps, max(3, _RING_BYTES // of_slot))
+    return Ring(steps, slots, slots if slots == steps else slots - 1, words, scales, zeros)
 
 
 def vector_error(desc: PackedDesc, config: PackedVectorConfig) -> str | None:
