@@ -200,11 +200,12 @@ class _Columns:
 
     def _copy(self, row: Ref, step: Scalar) -> None:
         """Start to copy a block of every projection, its part of the row and what lies beside it; zeros past the warp's
-        part of K.
+        part of K, and nothing after the last step.
         """
         desc, ring = self.desc, self.ring
         place, is_inside = self.first_block + step, self.own_blocks > step
         slot = self._slot(step if isinstance(step, int) else lax.rem(step, jnp.int32(ring.slots)))
+        is_used = self.always if isinstance(step, int) else self.nothing + step < ring.steps
         copy = functools.partial(simt.copy, is_inside=is_inside, l1=False)
         block_pieces = math.prod(desc.fmt.block_shape) // 4
         loads = words_a_thread(desc.fmt) // 4
@@ -213,22 +214,25 @@ class _Columns:
             first = place * block_pieces
             for load in range(loads):
                 own = first + (self.quarter * LANES + self.lane + load * WARPS * LANES)
-                copy(blocks, own, self.scratch["words"], target + (self.lane + load * LANES), mask=self.always)
+                copy(blocks, own, self.scratch["words"], target + (self.lane + load * LANES), mask=is_used)
             beside = ring.words - loads * LANES
             if beside:
                 own = first + (self.quarter * beside + self.lane + loads * WARPS * LANES)
-                mask = self.lane < beside
+                mask = is_used & (self.lane < beside)
                 copy(blocks, own, self.scratch["words"], target + (self.lane + loads * LANES), mask=mask)
             for name, count in (("scale", ring.scales), ("zero", ring.zeros)):
                 if count:
-                    self._copy_beside(name, g, place, count, slot, is_inside)
+                    self._copy_beside(name, g, place, slot, is_inside, is_used & (self.lane < count))
         own = place * ROW_PIECES + self.lane
-        mask = self.lane < ROW_PIECES
+        mask = is_used & (self.lane < ROW_PIECES)
         copy(row, own, self.scratch["row"], slot * ROW_PIECES + self.lane, mask=mask, l1=True)
         simt.end_copies()
 
-    def _copy_beside(self, name: str, projection: int, place: Value, count: int, slot: Value, is_inside: Value) -> None:
+    def _copy_beside(
+        self, name: str, projection: int, place: Value, slot: Value, is_inside: Value, mask: Value
+    ) -> None:
         """Of the groups of block ``place``, 16 channels each in pieces of 16 bytes, a lane each."""
+        count = dict(scale=self.ring.scales, zero=self.ring.zeros)[name]
         array = self.operands[name].at[self.places[projection]]
         size, depth, groups = self.desc.fmt.group_size or self.desc.k, self.desc.fmt.block_k, array.shape[0]
         of_group = count // self.num_sums
@@ -238,7 +242,7 @@ class _Columns:
             is_inside = is_inside & (group < groups)
         own = group * (of_group * WARPS) + self.quarter * of_group + piece
         place = (slot * self.desc.projections + projection) * count + self.lane
-        simt.copy(array, own, self.scratch[name], place, is_inside, self.lane < count, l1=False)
+        simt.copy(array, own, self.scratch[name], place, is_inside, mask, l1=False)
 
     def _slot(self, slot: Scalar) -> Value:
         """Of this warp."""
