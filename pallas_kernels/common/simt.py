@@ -301,14 +301,14 @@ def asm(operands: list[ir.Value], text: str, constraints: str, *, has_result: bo
 
 def asm_of_several(
     operands: list[ir.Value], text: str, constraints: str, count: int, element: ir.Type | None = None
-) -> list[ir.Value]:
+) -> list[Any]:
     """``asm`` with ``count`` results of one type, $0 and so on; of 32-bit integers where none is given. constraints: of
     the operands."""
     element = element or integer(32)
     letter = "f" if element == ir.F32Type.get() else "r"
     kind = ir.Type.parse(f"!llvm.struct<({', '.join([str(element)] * count)})>")
     results = ",".join([f"={letter}"] * count)
-    found = llvm.inline_asm(kind, operands, text, f"{results},{constraints}", has_side_effects=True, asm_dialect=0)
+    found: Any = llvm.inline_asm(kind, operands, text, f"{results},{constraints}", has_side_effects=True, asm_dialect=0)
     return [llvm.extractvalue(element, found, [index]) for index in range(count)]
 
 

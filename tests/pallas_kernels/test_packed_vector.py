@@ -68,9 +68,10 @@ def run(problem, k_split, **options):
 
 
 def check(kind, sizes, k_split, **options):
-    options = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32) | options
-    problem = make_problem(kind, sizes, block_m=1, **options)
-    problem.assert_close(run(problem, k_split), packed_tolerance(kind, options["out_dtype"]))
+    given: dict[str, Any] = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32)
+    given |= options
+    problem = make_problem(kind, sizes, block_m=1, **given)
+    problem.assert_close(run(problem, k_split), packed_tolerance(kind, given["out_dtype"]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,12 +115,12 @@ def test_weights_side_by_side(machine):
 def test_one_token_in_all_tiles(x_scale, machine):
     problem = make_problem("int4 channel", [1, 0, 1, 1], k=128, n=16, block_m=1, spare_tiles=0, x_scale=x_scale)
     x, w, *tiles = problem.args
-    scale = problem.kwargs["x_scale"]
-    is_row = scale is not None and scale.ndim == 1
+    own = whole = problem.kwargs["x_scale"]
+    if own is not None and own.ndim:
+        own, whole = own[:1], jnp.repeat(own[:1], 3)
     apart = dataclasses.replace(problem, args=(jnp.repeat(x[:1], 3, 0), w, *tiles))
     one = dataclasses.replace(problem, args=(x[:1], w, *tiles))
-    expected = run(apart, 4, x_scale=jnp.repeat(scale[:1], 3) if is_row else scale)
-    np.testing.assert_array_equal(run(one, 4, x_scale=scale[:1] if is_row else scale, block_m=1), expected)
+    np.testing.assert_array_equal(run(one, 4, x_scale=own, block_m=1), run(apart, 4, x_scale=whole))
 
 
 def test_describes_and_refuses():
@@ -142,10 +143,13 @@ def test_describes_and_refuses():
     refuses(NotImplementedError, "whole blocks of 64", choose_config, dataclasses.replace(desc, k=520), 1, 132)
 
 
+_GATED_DESC: dict[str, Any] = dict(projections=2, activation=Activation("silu"), bias_dtype="bfloat16")
+
+
 def test_lowers_for_cuda():
     """One of each place of scales, gated and alone; every format is compiled in sass/."""
     for kind, k_split in (("int4 g128 asym", 4), ("nvfp4", 2), ("w4a8 int8 channel", 1), ("mxfp4 fp8", 4)):
-        for options in (dict(projections=2, activation=Activation("silu"), bias_dtype="bfloat16"), {}):
+        for options in (_GATED_DESC, {}):
             fmt, scale_dtype, _ = KINDS[kind]
             desc = PackedDesc(
                 rows=8,

@@ -85,7 +85,7 @@ def _kernel(desc: PackedDesc, config: PackedVectorConfig, *refs: Ref, **scratch:
     cta = lax.axis_index("cta")
     tile, first = lax.div(cta, jnp.int32(ctas_of_row)), lax.rem(cta, jnp.int32(ctas_of_row)) * config.block_n
 
-    def columns(operands, first, n, start, expert=0):
+    def columns(operands: dict[str, Ref], first: Scalar, n: int, start: int, expert: Scalar = 0) -> None:
         _Columns(desc, config, operands, scratch, expert, first, n).store(tile, out, start)
 
     if desc.num_experts == 1:
@@ -146,7 +146,7 @@ class _Columns:
         if desc.lhs_scale != "none":
             index = self.nothing + (row if desc.lhs_scale == "row" else 0)
             scale = simt.load_float(self.operands["x_scale"], index, self.always, 0.0)
-        values = self._gathered(self._multiply(self.operands["x"].at[row]), is_own)
+        values: list[Any] = self._gathered(self._multiply(self.operands["x"].at[row]), is_own)
         for projection, (channel_scale, bias) in enumerate(of_channels):
             value = values[projection]
             if scale is not None:

@@ -60,7 +60,7 @@ class Machine:
             refs = [Ref(np.array(array)) for array in arrays] + [Ref(out)]
             for self.cta in range(num_ctas):
                 self.groups = [[]]
-                scratch = {name: Ref(np.full(shape, -1, np.int8).view(np.uint8)) for name, shape in ()}
+                scratch = {}
                 for name, (shape, dtype) in scratch_types.items():
                     size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
                     scratch[name] = Ref(np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape))
