@@ -156,26 +156,42 @@ def load_words(ref: Ref, index: Value, count: int) -> tuple[Value, ...]:
 CHUNK = 16  # bytes of a copy
 
 
-def copy(source: Ref, index: Value, target: Ref, place: Value, is_inside: Value, mask: Value, *, l1: bool) -> None:
-    """Start to copy 16 bytes from global to shared memory where mask; zeros where not ``is_inside``.
+def copy(
+    source: Ref,
+    index: Value,
+    target: Ref,
+    place: Value,
+    is_inside: Value | None = None,
+    mask: Value | None = None,
+    *,
+    ahead: tuple[int, int] = (0, 0),
+    l1: bool = False,
+) -> None:
+    """Start to copy 16 bytes from global to shared memory where mask; zeros where not ``is_inside``. None: everywhere.
 
-    index, place: in 16 bytes. l1: the source is kept in the first cache, for other warps. The copies of a thread since
-    the last ``end_copies`` are a group.
+    index, place: in 16 bytes, ``ahead`` being added to them. l1: the source is kept in the first cache, for other
+    warps. The copies of a thread since the last ``end_copies`` are a group.
     """
+    begin, given = "", [_as_int(value) for value in (is_inside, mask) if value is not None]
+    if is_inside is not None:
+        begin += " .reg .b32 n; setp.ne.s32 p, $2, 0; selp.b32 n, 16, 0, p;"
+    if mask is not None:
+        begin += f" setp.ne.s32 p, ${1 + len(given)}, 0; @p"
+    from_byte, to_byte = (CHUNK * count for count in ahead)
+    size = ", n" if is_inside is not None else ""
     text = (
-        "{{ .reg .pred p; .reg .b32 n; setp.ne.s32 p, $3, 0; selp.b32 n, 16, 0, p; setp.ne.s32 p, $2, 0; "
-        "@p cp.async.{level}.shared.global [$0], [$1], 16, n; }}"
+        f"{{ .reg .pred p;{begin} "
+        f"cp.async.{'ca.shared.global' if l1 else 'cg.shared.global.L2::128B'} [$0 + {to_byte}], [$1 + {from_byte}], 16{size}; }}"
     )
 
-    @inline(plgpu.RefType(), LANES, plgpu.RefType(), LANES, LANES, LANES)
-    def start(ctx, source, index, target, place, is_inside, mask):
+    @inline(plgpu.RefType(), LANES, plgpu.RefType(), LANES, *[LANES] * len(given))
+    def start(ctx, source, index, target, place, *given):
         del ctx
         _, address, _ = _address(source, index, CHUNK)
         _, own, _ = _address(target, place, CHUNK)
-        operands = [own, address, value_of(mask), value_of(is_inside)]
-        asm(operands, text.format(level="ca" if l1 else "cg"), "r,l,r,r,~{memory}")
+        asm([own, address, *map(value_of, given)], text, "r,l" + ",r" * len(given) + ",~{memory}")
 
-    start(source, index, target, place, _as_int(is_inside), _as_int(mask))
+    start(source, index, target, place, *given)
 
 
 def end_copies() -> None:

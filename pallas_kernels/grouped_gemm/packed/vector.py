@@ -11,7 +11,7 @@ from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 
 CHANNELS = 16  # of a warp: the rows of one mma.sync
 ROW_PIECES = 8  # of 16 bytes of a row of x, with which a block is multiplied
-_RING_BYTES = 48 << 10  # of a CTA: four CTAs of an SM have room for that
+_RING_BYTES = 32 << 10  # of a CTA: six CTAs of an SM have room for that
 _SPLITS = (4, 2, 1)  # preferred ones first
 
 

@@ -125,7 +125,7 @@ class _Columns:
         self.always = self.nothing == 0
         # Parts of K are as long as each other, but for one block more in the first few.
         least, longer = divmod(desc.k // desc.fmt.block_k, config.k_split)
-        self.first_block, self.own_blocks = self.nothing, self.nothing + least
+        self.least, self.first_block, self.own_blocks = least, self.nothing, self.nothing + least
         if config.k_split > 1:
             part = self.warp & (config.k_split - 1)
             self.first_block = part * least + lax.min(part, jnp.full_like(part, longer))
@@ -202,47 +202,60 @@ class _Columns:
         """Start to copy a block of every projection, its part of the row and what lies beside it; zeros past the warp's
         part of K, and nothing after the last step.
         """
-        desc, ring = self.desc, self.ring
-        place, is_inside = self.first_block + step, self.own_blocks > step
-        slot = self._slot(step if isinstance(step, int) else lax.rem(step, jnp.int32(ring.slots)))
-        is_used = self.always if isinstance(step, int) else self.nothing + step < ring.steps
-        copy = functools.partial(simt.copy, is_inside=is_inside, l1=False)
+        desc, ring, loads = self.desc, self.ring, words_a_thread(self.desc.fmt) // 4
+        # What is known when the kernel is built becomes a part of addresses: registers hold one for all such steps.
+        if isinstance(step, int):
+            known, place, slot, is_used = step, self.first_block, self._slot(0), None
+            is_inside = None if step < self.least else self.own_blocks > step
+        else:
+            known, place, slot = 0, self.first_block + step, self._slot(lax.rem(step, jnp.int32(ring.slots)))
+            is_inside, is_used = self.own_blocks > step, self.nothing + step < ring.steps
         block_pieces = math.prod(desc.fmt.block_shape) // 4
-        loads = words_a_thread(desc.fmt) // 4
+
+        def copy(name, source, own, of_block, target, of_slot, count=LANES, is_inside=is_inside):
+            mask = self.lane < count if count < LANES else None
+            if is_used is not None:
+                mask = is_used if mask is None else mask & is_used
+            ahead = known * of_block, known * WARPS * of_slot
+            simt.copy(source, own, self.scratch[name], target, is_inside, mask, ahead=ahead, l1=name == "row")
+
         for g in self.projections:
-            blocks, target = self.operands["w"].at[self.places[g]], (slot * desc.projections + g) * ring.words
-            first = place * block_pieces
+            blocks, of_slot = self.operands["w"].at[self.places[g]], desc.projections * ring.words
+            first, target = place * block_pieces, slot * of_slot + (g * ring.words + self.lane)
             for load in range(loads):
                 own = first + (self.quarter * LANES + self.lane + load * WARPS * LANES)
-                copy(blocks, own, self.scratch["words"], target + (self.lane + load * LANES), mask=is_used)
+                copy("words", blocks, own, block_pieces, target + load * LANES, of_slot)
             beside = ring.words - loads * LANES
             if beside:
                 own = first + (self.quarter * beside + self.lane + loads * WARPS * LANES)
-                mask = is_used & (self.lane < beside)
-                copy(blocks, own, self.scratch["words"], target + (self.lane + loads * LANES), mask=mask)
+                copy("words", blocks, own, block_pieces, target + loads * LANES, of_slot, beside)
             for name, count in (("scale", ring.scales), ("zero", ring.zeros)):
                 if count:
-                    self._copy_beside(name, g, place, slot, is_inside, is_used & (self.lane < count))
-        own = place * ROW_PIECES + self.lane
-        mask = is_used & (self.lane < ROW_PIECES)
-        copy(row, own, self.scratch["row"], slot * ROW_PIECES + self.lane, mask=mask, l1=True)
+                    array, of_slot = self.operands[name].at[self.places[g]], desc.projections * count
+                    own, of_block, is_there = self._beside_block(array, count, place, known, is_inside)
+                    target = slot * of_slot + (g * count + self.lane)
+                    copy(name, array, own, of_block, target, of_slot, count, is_there)
+        target = slot * ROW_PIECES + self.lane
+        copy("row", row, place * ROW_PIECES + self.lane, ROW_PIECES, target, ROW_PIECES, ROW_PIECES)
         simt.end_copies()
 
-    def _copy_beside(
-        self, name: str, projection: int, place: Value, slot: Value, is_inside: Value, mask: Value
-    ) -> None:
-        """Of the groups of block ``place``, 16 channels each in pieces of 16 bytes, a lane each."""
-        count = dict(scale=self.ring.scales, zero=self.ring.zeros)[name]
-        array = self.operands[name].at[self.places[projection]]
+    def _beside_block(
+        self, array: Ref, count: int, place: Value, known: int, is_inside: Value | None
+    ) -> tuple[Value, int, Value | None]:
+        """Of the groups of block ``place`` + known, 16 channels each: (the piece of 16 bytes that each lane copies, by
+        how much it moves on for a block of what is known, whether it is there).
+        """
         size, depth, groups = self.desc.fmt.group_size or self.desc.k, self.desc.fmt.block_k, array.shape[0]
         of_group = count // self.num_sums
         index, piece = _divided(self.lane, of_group), self.lane & (of_group - 1)
-        group = place * self.num_sums + index if size <= depth else _divided(place, size // depth)
+        group, of_block = place * self.num_sums + index, self.num_sums
+        if size > depth:
+            group, of_block = _divided(place + known, size // depth), 0
         if groups * size < self.desc.k:  # the last block ends past the last group
-            is_inside = is_inside & (group < groups)
+            is_there = group + known * of_block < groups
+            is_inside = is_there if is_inside is None else is_inside & is_there
         own = group * (of_group * WARPS) + self.quarter * of_group + piece
-        place = (slot * self.desc.projections + projection) * count + self.lane
-        simt.copy(array, own, self.scratch[name], place, is_inside, mask, l1=False)
+        return own, of_block * of_group * WARPS, is_inside
 
     def _slot(self, slot: Scalar) -> Value:
         """Of this warp."""

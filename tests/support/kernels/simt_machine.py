@@ -72,9 +72,10 @@ class Machine:
 
     # -- of simt ------------------------------------------------------------------------------------------------------
 
-    def copy(self, source, index, target, place, is_inside, mask, *, l1):
+    def copy(self, source, index, target, place, is_inside=None, mask=None, *, ahead=(0, 0), l1=False):
         del l1
-        index, place, inside, mask = (np.broadcast_to(np.asarray(v), (128,)) for v in (index, place, is_inside, mask))
+        given = index + ahead[0], place + ahead[1], *(True if v is None else v for v in (is_inside, mask))
+        index, place, inside, mask = (np.broadcast_to(np.asarray(v), (128,)) for v in given)
         given, own = source.bytes(), target.bytes()
         for thread in np.flatnonzero(mask):
             first, to = 16 * int(index[thread]), 16 * int(place[thread])
