@@ -179,10 +179,8 @@ def copy(
         begin += f" setp.ne.s32 p, ${1 + len(given)}, 0; @p"
     from_byte, to_byte = (CHUNK * count for count in ahead)
     size = ", n" if is_inside is not None else ""
-    text = (
-        f"{{ .reg .pred p;{begin} "
-        f"cp.async.{'ca.shared.global' if l1 else 'cg.shared.global.L2::128B'} [$0 + {to_byte}], [$1 + {from_byte}], 16{size}; }}"
-    )
+    op = "cp.async." + ("ca.shared.global" if l1 else "cg.shared.global.L2::128B")
+    text = f"{{ .reg .pred p;{begin} {op} [$0 + {to_byte}], [$1 + {from_byte}], {CHUNK}{size}; }}"
 
     @inline(plgpu.RefType(), LANES, plgpu.RefType(), LANES, *[LANES] * len(given))
     def start(ctx, source, index, target, place, *given):
