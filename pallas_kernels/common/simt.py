@@ -21,6 +21,13 @@ from pallas_kernels.common.types import Dtype, Layout, Ref, Value
 
 LANES = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 _RESULT = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, LANES)
+# Shape and element type of ``mma.sync``.
+_MMA = {
+    "bfloat16": ("m16n8k16", "bf16"),
+    "float16": ("m16n8k16", "f16"),
+    "int8": ("m16n8k32", "s8"),
+    "float8_e4m3fn": ("m16n8k32", "e4m3"),
+}
 # How an element of a narrower type becomes the bits of a float32: PTX of the load, and from its register to $0.
 _FLOAT_LOADS = {
     "float32": ("b32 $0, [$1]", ""),
@@ -80,12 +87,16 @@ def constant(value: int) -> Value:
 def barrier() -> None:
     """Wait for all threads of the CTA; their memory accesses before it are visible after it."""
 
-    @inline()
-    def wait(ctx):
-        del ctx
-        asm([], "bar.sync 0;", "~{memory}")
+    _emit("bar.sync 0;")
 
-    wait()
+
+def _emit(text: str) -> None:
+    @inline()
+    def emit(ctx):
+        del ctx
+        asm([], text, "~{memory}")
+
+    emit()
 
 
 def load(ref: Ref, index: Value, mask: Value, default: int) -> Value:
@@ -95,7 +106,7 @@ def load(ref: Ref, index: Value, mask: Value, default: int) -> Value:
 
 
 def load_float(ref: Ref, index: Value, mask: Value, default: float) -> Value:
-    """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16 in global memory."""
+    """ref[index] as float32 where mask, else default. ref: (n,) float32, bfloat16 or float16."""
     dtype = jnp.dtype(ref.dtype)
     fetch, widen = _FLOAT_LOADS[dtype.name]
     text = f"mov.b32 $0, {{default}}; @p ld.{{space}}.{fetch}; {widen}"
@@ -105,9 +116,10 @@ def load_float(ref: Ref, index: Value, mask: Value, default: float) -> Value:
 
 
 def load_bits(ref: Ref, index: Value, mask: Value, itemsize: int) -> Value:
-    """The 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,) in global memory."""
-    fetch = {2: "ld.{space}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{space}.b32 $0, [$1];"}[itemsize]
-    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p " + fetch + " }}"
+    """The 1, 2 or 4 bytes of ref[index], zeros above, where mask; else 0. ref: (n,)."""
+    fetch = {1: "ld.{space}.u8 h, [$1]; @p cvt.u32.u16 $0, h;"}
+    fetch |= {2: "ld.{space}.u16 h, [$1]; @p cvt.u32.u16 $0, h;", 4: "ld.{space}.b32 $0, [$1];"}
+    text = "{{ .reg .pred p; .reg .b16 h; setp.ne.s32 p, $2, 0; mov.b32 $0, {default}; @p " + fetch[itemsize] + " }}"
     return _masked_read(ref, index, mask, text, 0, itemsize)
 
 
@@ -131,6 +143,70 @@ def _masked_read(ref: Ref, index: Value, mask: Value, text: str, default: int = 
         return wrap(asm([address, value_of(mask)], ptx, f"=&r,{constraint},r,~{{memory}}", has_result=True))
 
     return read(ref, index, _as_int(mask))
+
+
+def load_words(ref: Ref, index: Value, count: int) -> tuple[Value, ...]:
+    """ref[index : index + count]: 1, 2 or 4 words in one load. ref: (n,) int32; index: a multiple of count."""
+    vector = "" if count == 1 else f".v{count}"
+    targets = "$0" if count == 1 else f"{{{', '.join(f'${i}' for i in range(count))}}}"
+
+    @inline(plgpu.RefType(), LANES, result=(_RESULT,) * count)
+    def read(ctx, ref, index):
+        del ctx
+        space, address, constraint = _address(ref, index, 4)
+        text = f"ld.{space}{vector}.b32 {targets}, [${count}];"
+        return tuple(map(wrap, asm_of_several([address], text, f"{constraint},~{{memory}}", count)))
+
+    return read(ref, index)
+
+
+CHUNK = 16  # bytes of a copy
+
+
+def copy(
+    source: Ref,
+    index: Value,
+    target: Ref,
+    place: Value,
+    is_inside: Value | None = None,
+    mask: Value | None = None,
+    *,
+    ahead: tuple[int, int] = (0, 0),
+    l1: bool = False,
+) -> None:
+    """Start to copy 16 bytes from global to shared memory where mask; zeros where not ``is_inside``. None: everywhere.
+
+    index, place: in 16 bytes, ``ahead`` being added to them. l1: the source is kept in the first cache, for other
+    warps. The copies of a thread since the last ``end_copies`` are a group.
+    """
+    begin, given = "", [_as_int(value) for value in (is_inside, mask) if value is not None]
+    if is_inside is not None:
+        begin += " .reg .b32 n; setp.ne.s32 p, $2, 0; selp.b32 n, 16, 0, p;"
+    if mask is not None:
+        begin += f" setp.ne.s32 p, ${1 + len(given)}, 0; @p"
+    from_byte, to_byte = (CHUNK * count for count in ahead)
+    size = ", n" if is_inside is not None else ""
+    op = "cp.async." + ("ca.shared.global" if l1 else "cg.shared.global.L2::128B")
+    text = f"{{ .reg .pred p;{begin} {op} [$0 + {to_byte}], [$1 + {from_byte}], {CHUNK}{size}; }}"
+
+    @inline(plgpu.RefType(), LANES, plgpu.RefType(), LANES, *[LANES] * len(given))
+    def start(ctx, source, index, target, place, *given):
+        del ctx
+        _, address, _ = _address(source, index, CHUNK)
+        _, own, _ = _address(target, place, CHUNK)
+        asm([own, address, *map(value_of, given)], text, "r,l" + ",r" * len(given) + ",~{memory}")
+
+    start(source, index, target, place, *given)
+
+
+def end_copies() -> None:
+    """End a group of copies, which may be empty."""
+    _emit("cp.async.commit_group;")
+
+
+def wait_for_copies(newest: int) -> None:
+    """Until all groups of copies of a warp's threads, but for the ``newest`` ones, are complete and visible to it."""
+    _emit(f"cp.async.wait_group {newest}; bar.warp.sync 0xffffffff;")
 
 
 def store(ref: Ref, index: Value, value: Value, mask: Value | bool) -> None:
@@ -203,8 +279,10 @@ def e4m3_bits(value: Value) -> Value:
     return _by_thread(lax.bitcast_convert_type(value, jnp.int32), text, "=r,f")
 
 
-def half_bits(value: Value, dtype: Dtype) -> Value:
-    """The two bytes of each float32 value in bfloat16 or float16."""
+def float_bits(value: Value, dtype: Dtype) -> Value:
+    """The bits of each float32 value in float32, or rounded to bfloat16 or float16."""
+    if jnp.dtype(dtype).name == "float32":
+        return lax.bitcast_convert_type(value, jnp.int32)
     kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(dtype).name]
     text = f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; cvt.u32.u16 $0, h; }}"
     return _by_thread(lax.bitcast_convert_type(value, jnp.int32), text, "=r,f")
@@ -242,11 +320,38 @@ def asm(operands: list[ir.Value], text: str, constraints: str, *, has_result: bo
     return llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
 
-def asm_words(operands: list[ir.Value], text: str, constraints: str, count: int) -> tuple[mgpu.FragmentedArray, ...]:
-    """``asm`` of several results of 32 bits, wrapped."""
-    kind = ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>")
-    found = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=True, asm_dialect=0)
-    return tuple(wrap(llvm.extractvalue(integer(32), found, [i])) for i in range(count))
+def asm_of_several(
+    operands: list[ir.Value], text: str, constraints: str, count: int, element: ir.Type | None = None
+) -> list[Any]:
+    """``asm`` with ``count`` results of one type, $0 and so on; of 32-bit integers where none is given. constraints: of
+    the operands."""
+    element = element or integer(32)
+    letter = "f" if element == ir.F32Type.get() else "r"
+    kind = ir.Type.parse(f"!llvm.struct<({', '.join([str(element)] * count)})>")
+    results = ",".join([f"={letter}"] * count)
+    found: Any = llvm.inline_asm(kind, operands, text, f"{results},{constraints}", has_side_effects=True, asm_dialect=0)
+    return [llvm.extractvalue(element, found, [index]) for index in range(count)]
+
+
+def mma(operand: str, a: list[ir.Value], b: list[ir.Value], c: list[ir.Value]) -> list[ir.Value]:
+    """``mma.sync`` of a warp: 16 rows of a by 8 columns of b, words of ``operand``, and the bits of float32 or int32
+    accumulators, which are returned."""
+    is_int = operand == "int8"
+    element, letter = (integer(32), "r") if is_int else (ir.F32Type.get(), "f")
+    c = c if is_int else [arith.bitcast(element, value) for value in c]
+    constraints = ",".join(["r"] * 6 + [letter] * 4)
+    found = asm_of_several([*a, *b, *c], mma_text(operand), constraints, 4, element)
+    return found if is_int else [arith.bitcast(integer(32), value) for value in found]
+
+
+def mma_text(operand: str) -> str:
+    """Its PTX: $0 to $3 from $4 to $7, $8 and $9, and $10 to $13."""
+    shape, kind = _MMA[operand]
+    total = "s32" if operand == "int8" else "f32"
+    return (
+        f"mma.sync.aligned.{shape}.row.col.{total}.{kind}.{kind}.{total} "
+        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
 
 
 def integer(bits: int) -> ir.Type:

@@ -1,6 +1,6 @@
 """Grouped GEMM on Hopper: one persistent CTA per SM, a producer warpgroup and one to four consumers.
 
-Tiles of one row have a kernel of their own (vector_sm90.py).
+Tiles of one row have kernels of their own (vector_sm90.py, packed/vector_sm90.py).
 
 The scheduler walks the tiles, the pipeline keeps the ring full, the epilogue stores; the main loops differ in where the
 operands of wgmma come from:
@@ -23,6 +23,8 @@ from pallas_kernels.grouped_gemm import mainloop_dequant_sm90, mainloop_plain_sm
 from pallas_kernels.grouped_gemm.config import GemmConfig
 from pallas_kernels.grouped_gemm.packed.config import PackedConfig
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
+from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig
+from pallas_kernels.grouped_gemm.packed.vector_sm90 import packed_gemv_sm90
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop, Scratch, produce
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import launch, run_tiles
@@ -31,7 +33,7 @@ from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 
 
 def grouped_gemm_sm90(
-    desc: GemmDesc | PackedDesc, config: GemmConfig | PackedConfig | VectorConfig
+    desc: GemmDesc | PackedDesc, config: GemmConfig | PackedConfig | VectorConfig | PackedVectorConfig
 ) -> Callable[[Mapping[str, jax.Array]], Any]:
     """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
 
@@ -43,6 +45,9 @@ def grouped_gemm_sm90(
     if isinstance(config, VectorConfig):
         assert isinstance(desc, GemmDesc)
         return grouped_gemv_sm90(desc, config)
+    if isinstance(config, PackedVectorConfig):
+        assert isinstance(desc, PackedDesc)
+        return packed_gemv_sm90(desc, config)
     out: Any = jax.ShapeDtypeStruct((desc.rows, desc.n), jnp.dtype(desc.stored_dtype))
     if isinstance(desc, PackedDesc):
         assert isinstance(config, PackedConfig)

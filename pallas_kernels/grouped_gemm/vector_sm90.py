@@ -11,7 +11,7 @@ are the same runs of the row of x. Of the products the diagonal is taken.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from pallas_kernels.common.numerics_sm90 import cast_int8_in, divisor, e4m3_code
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import LANES, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
-from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 from pallas_kernels.grouped_gemm.vector import CHUNK, MOST_LOADS, MOST_PIECES, Piece, VectorConfig, pieces_of_row
 
 _RESULT = plgpu.ShapeDtypeStruct((WARPS * LANES,), jnp.int32, simt.LANES)
@@ -87,15 +87,28 @@ def columns_of_one(
 
     prepare: makes the row, where operands do not hold it before; weights are on their way then.
     """
+
+    def run(own, first, width, start):
+        weight = _Weight(desc, config, own, first, width, prepare)
+        _multiply_and_store(weight, tile, 0, out, start)
+
+    for_own_weight(desc, ("w", "w_scale", "bias"), operands, first, run)
+
+
+def for_own_weight(
+    desc: GroupedGemm,
+    names: Sequence[str],
+    operands: dict[str, Ref],
+    first: Scalar,
+    run: Callable[[dict[str, Ref], Scalar, int, int], None],
+) -> None:
+    """``run(operands, column counted from the weight's first, N, start)`` of the weight that has output column
+    ``first``. names: of operands that each weight has. Where there are several weights, ``run`` is in branches.
+    """
     for index, (start, width) in enumerate(zip(desc.starts or (0,), desc.widths or (desc.n,), strict=True)):
-        given = [name for name in ("w", "w_scale", "bias") if name in operands]
-        own = operands | {name: operands[desc.of_each_weight(name)[index]] for name in given}
-
-        def run(own=own, start=start, width=width):
-            weight = _Weight(desc, config, own, first - start, width, prepare)
-            _multiply_and_store(weight, tile, 0, out, start)
-
-        pl.when((first >= start) & (first < start + width))(run) if desc.widths else run()
+        own = operands | {name: operands[desc.of_each_weight(name)[index]] for name in names if name in operands}
+        one = functools.partial(run, own, first - start, width, start)
+        pl.when((first >= start) & (first < start + width))(one) if desc.widths else one()
 
 
 def _multiply_and_store(weight: "_Weight", tile: Scalar, expert: Scalar, out: Ref, start: int) -> None:
@@ -327,10 +340,8 @@ def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, val
     if desc.requantize == "tensor":
         value = value.astype(jnp.bfloat16).astype(jnp.float32) if desc.is_rounded_first else value
         bits = simt.e4m3_bits(value * reciprocal(operands["out_scale"][0]))
-    elif desc.out_dtype == "float32":
-        bits = lax.bitcast_convert_type(value, jnp.int32)
     else:
-        bits = simt.half_bits(value, desc.out_dtype)
+        bits = simt.float_bits(value, desc.out_dtype)
     simt.store_bits(out, index, bits, (thread & (LANES - 1)) == 0, jnp.dtype(desc.stored_dtype).itemsize)
 
 
@@ -381,37 +392,25 @@ def _over_group(piece: Piece, bits: Value) -> Value:
 
 def _matrix_product(piece: Piece, weights: list[Value], row: Value) -> list[Value]:
     """Of one or two weights (4, width) and a row two numbers each: those of a thread of ``mma.sync``, in float32."""
-    layout = mosaic.row_a_warp(piece.vector)
-    kind = {"bfloat16": "bf16", "float16": "f16"}[jnp.dtype(row.dtype).name]
+    layout, count = mosaic.row_a_warp(piece.vector), len(weights)
 
-    @simt.inline(*[layout] * len(weights), layout.reduce(0), result=(_RESULT,) * (2 * len(weights)))
+    @simt.inline(*[layout] * count, layout.reduce(0), result=(_RESULT,) * (2 * count))
     def run(ctx, *operands):
         del ctx
+        zero = simt.integer_constant(0, 32)
+        # The words of a step: two of each weight, the second one's rows zeros where there is one, and two of the row.
         words = [_words(register) for operand in operands for register in operand.registers.flat]
-        return _run_mma(kind, words[:-1], words[-1])
+        words = [own + [zero] * (len(own) % 2) for own in words]
+        *left, right = words
+        left = [*left, [zero] * len(right)][:2]
+        sums = [zero] * 4
+        for step in range(0, len(right), 2):
+            rows = [own[step + half] for half in range(2) for own in left]
+            sums = simt.mma(jnp.dtype(row.dtype).name, rows, right[step : step + 2], sums)
+        return tuple(map(simt.wrap, sums[: 2 * count]))
 
     found = run(*map(_operand, weights), row)
     return [lax.bitcast_convert_type(one, jnp.float32) for one in found]
-
-
-def _run_mma(kind: str, weights: list[list[ir.Value]], row: list[ir.Value]) -> tuple[mgpu.FragmentedArray, ...]:
-    count, results = len(row), 2 * len(weights)
-    values = [word for words in (*weights, row) for word in words]
-
-    def name(operand: int, word: int) -> str:
-        inside = operand < len(weights) or operand == 2
-        place = results + (len(weights) if operand == 2 else operand) * count + word
-        return f"${place}" if inside and word < count else "z"
-
-    lines, sums = ["{ .reg .b32 z; .reg .f32 n, c<4>; mov.b32 z, 0; mov.f32 n, 0f00000000;"], "n, n, n, n"
-    for word in range(0, count, 2):
-        left = ", ".join(name(operand, word + half) for half in (0, 1) for operand in (0, 1))
-        right = ", ".join(name(2, word + half) for half in (0, 1))
-        shape = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-        lines.append(f"{shape} {{c0, c1, c2, c3}}, {{{left}}}, {{{right}}}, {{{sums}}};")
-        sums = "c0, c1, c2, c3"
-    lines += [f"mov.b32 ${i}, c{i};" for i in range(results)] + ["}"]
-    return simt.asm_words(values, " ".join(lines), "=r," * results + ",".join("r" * len(values)), results)
 
 
 def _dot_int8(piece: Piece, weights: Value, row: Value) -> Value:

@@ -46,17 +46,17 @@ def test_a_shape_in_two_schemes(run, capsys, tmp_path):
 
 
 def test_one_token_in_tiles_of_one_row(run, capsys):
-    """Only where a call takes them: not with packed weights, nor with rows of another width."""
+    """Only where a call takes them: not with rows of another width."""
     one = ("--model", "8,2,512,256", "--scheme", "fp8_channel,w4a16_g128", "--tokens", "1")
     reason = "1 tokens: not measured: multiplied as matrix times vector, in tiles of one row, which no table holds"
     for _ in range(2):  # with a table of its own too
         assert run(*one) == 0
         out = capsys.readouterr().out
-        assert f"8 experts of 512 x 256 in fp8_channel, {reason}" in out and out.count(reason) == 1
-    assert "0 of 0 measured on NVIDIA H200; 1 were there" in out
+        for scheme in ("fp8_channel", "w4a16_g128"):
+            assert f"8 experts of 512 x 256 in {scheme}, {reason}" in out
     assert run("--model", "8,2,512,336", "--scheme", "bf16", "--tokens", "1") == 0
     assert "1 of 1 measured" in capsys.readouterr().out
-    assert {(type(entry.key), entry.tokens) for entry in held()} == {(PackedLayerKey, 1), (LayerKey, 1)}
+    assert {(type(entry.key), entry.tokens) for entry in held()} == {(LayerKey, 1)}
 
 
 def test_a_shard_of_a_mesh(run):

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm.packed import PackedConfig, candidates, describe_call, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed import (
+    PackedConfig,
+    PackedVectorConfig,
+    candidates,
+    describe_call,
+    grouped_gemm_packed,
+)
 from pallas_kernels.grouped_gemm.packed.config import LARGE_M, config_error
 from tests.support.kernels.gemm_problem import ROUTINGS
 from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
@@ -24,12 +30,12 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int4 g128", "int4 g128 asym", "int8 channel", "w4a8 int8 g128", "nvfp4", "mxfp8"])
 def test_side_by_side(kind, rows):
     """Queries, keys and values in one launch: the bits of three with the same tiles."""
-    block_m = 8 if rows <= 8 else 64
+    block_m = 1 if rows == 1 else 8 if rows <= 8 else 64
     x_scale = "row" if "w4a8" in kind else "none"
     sizes: Any = dict(block_m=block_m, k=1024, spare_tiles=0, bias="bfloat16", x_scale=x_scale)
     problems = [make_problem(kind, [rows], n=n, seed=i, **sizes) for i, n in enumerate((1024, 256, 192))]
     x, _, *tiles = problems[0].args
-    config = PackedConfig(block_m, 1, 1, 3)
+    config = PackedVectorConfig(4) if block_m == 1 else PackedConfig(block_m, 1, 1, 3)
     weights, biases = (tuple(p.args[1] for p in problems), tuple(p.kwargs["bias"] for p in problems))
     shared: Any = dict(x_scale=problems[0].kwargs["x_scale"], config=config, implementation="hopper")
     run = jax.jit(lambda x, w, bias: grouped_gemm_packed(x, w, *tiles, bias=bias, **shared))
@@ -82,6 +88,53 @@ def test_alone(kind, block_m):
     problem = make_problem(kind, RAGGED, k=448, n=336, block_m=block_m, x_scale="row")
     for config in configurations(problem, block_m)[:1]:
         check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_single_rows_gated_with_bias(kind):
+    """K in every number of parts, which 11 blocks do not divide by; rows of tiles that are not in use hold NaN."""
+    k = 11 * KINDS[kind][0].block_k
+    problem = make_problem(kind, [3, 0, 1, 2], k=k, n=336, block_m=1, out_dtype=out_dtype(kind), **GATED)
+    for config in configurations(problem, 1):
+        once = problem.compiled(grouped_gemm_packed, config)
+        out, own = np.asarray(once()), problem.row_expert >= 0
+        check(kind, problem, out)
+        np.testing.assert_array_equal(out[own], np.asarray(once())[own])
+
+
+@pytest.mark.parametrize("k", [80, 768, 2880, 14336])
+@pytest.mark.parametrize(
+    "kind", ["int4 g128", "int4 g32", "int4 channel asym", "nvfp4", "mxfp8", "w4a8 int8 g128", "mxfp4 fp8"]
+)
+def test_single_rows(kind, k):
+    """Rings that hold a warp's part of K and rings that do not; a last block that K does not fill."""
+    problem = make_problem(kind, [3, 0, 1, 2], k=k, n=208, block_m=1, x_scale="row")
+    for config in configurations(problem, 1):
+        check(kind, problem, run(problem, config))
+
+
+@pytest.mark.parametrize("to", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("kind", ["int4 g128", "w4a8 fp8 g128"])
+def test_single_rows_of_routings(kind, routing, to):
+    scale = "row" if "w4a8" in kind else "tensor"
+    problem = make_problem(
+        kind, ROUTINGS[routing], k=768, n=208, block_m=1, x_scale=scale, bias="float32", out_dtype=to
+    )
+    check(kind, problem, run(problem))
+
+
+@pytest.mark.parametrize("kind", ["int4 g128", "w4a8 int8 g128", "nvfp4"])
+def test_one_token_in_all_tiles(kind):
+    """Unpermuted: the bits of a row for each tile."""
+    problem = make_problem(kind, [1, 0, 1, 1], k=1152, n=208, block_m=1, spare_tiles=0, **GATED)
+    x, *others = problem.args
+    options: Any = dict(problem.kwargs, implementation="hopper")
+    scale = options.pop("x_scale")
+    apart = jax.jit(lambda x, others: grouped_gemm_packed(x, *others, x_scale=jnp.repeat(scale[:1], 3), **options))
+    found = jax.jit(lambda x, others: grouped_gemm_packed(x, *others, x_scale=scale[:1], block_m=1, **options))
+    expected = apart(jnp.repeat(x[:1], 3, 0), others)
+    np.testing.assert_array_equal(np.asarray(found(x[:1], others)), np.asarray(expected))
 
 
 @pytest.mark.parametrize("block_m", [24, 48, 80, 96])

@@ -4,7 +4,8 @@
     rows is local and tiles are high, their requantization) -> else requantization of the rows -> grouped GEMM 2
     (scales, bias) -> combine in float32
 
-A token by itself has tiles of one row: grouped GEMM 2 then quantizes the rows that it takes, and adds them up.
+A token by itself has tiles of one row: grouped GEMM 2 of plain weights then quantizes the rows that it takes, or adds
+them up.
 
 Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
 themselves, quantized in the launch that routes and aligns them where the layer quantizes them.

@@ -19,7 +19,7 @@ from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.grouped_gemm import GemmDesc, VectorConfig
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm import portable as portable_gemm
-from pallas_kernels.grouped_gemm.packed import BLOCK_N, PackedDesc
+from pallas_kernels.grouped_gemm.packed import BLOCK_N, PackedDesc, PackedVectorConfig
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 from pallas_kernels.route.config import fused_tokens, quantizes_beside
 from pallas_kernels.tuning import Entry, LayerKey, PackedLayerKey, table_for
@@ -94,7 +94,8 @@ def make_plan(
     if weights.has_adapters:
         return _adapted_plan(config, weights, key, num_tokens)
     products = functools.partial(_products, config, weights, key)
-    if num_tokens == 1 and not are_quantized and config.pinned_tokens is None and isinstance(key, LayerKey):
+    may_be_vector = num_tokens == 1 and not are_quantized and config.pinned_tokens is None
+    if may_be_vector and isinstance(key, LayerKey):
         found = _vector_plan(config, weights, key, may_stay=may_stay)
         if found is not None:
             return found
@@ -109,6 +110,11 @@ def make_plan(
         if requantize == "group":  # whose scales the scheme may round
             requantize = str(row_kind(weights.scheme)).removeprefix("e4m3_")
         return Plan(block_m, (first, second), configs, source, requantize, kind is not None, kind or "none")
+
+    if may_be_vector and isinstance(key, PackedLayerKey):
+        found = plan(PackedVectorConfig.block_m, (None, None), "by the heuristic")
+        if not any(packed_gemm.config_error(desc, PackedVectorConfig(4)) for desc in found.products):
+            return found
 
     entry = table_for(hopper_gpu()).lookup(key, planned) if kernels == "hopper" else None
     source = "by the heuristic"
@@ -136,7 +142,7 @@ def make_plan(
 
 
 def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, may_stay: bool) -> Plan | None:
-    """One token in tiles of one row; None where no kernel multiplies so. No table holds such calls.
+    """One token and plain weights in tiles of one row; None where no kernel multiplies so. No table holds such calls.
 
     GEMM 2 quantizes hidden rows itself where their scales are their own and they are short. Else it adds up the rows of
     the experts: with both, a warp would quantize every row for the few columns that it has. On a shard it adds up

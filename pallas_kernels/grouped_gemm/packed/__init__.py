@@ -13,6 +13,7 @@ from pallas_kernels.grouped_gemm.packed.layout import (
 )
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
+from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig
 
 __all__ = [
     "BLOCK_MS",
@@ -20,6 +21,7 @@ __all__ = [
     "PackedConfig",
     "PackedDesc",
     "PackedFormat",
+    "PackedVectorConfig",
     "PackedWeights",
     "candidates",
     "choose_block_m",

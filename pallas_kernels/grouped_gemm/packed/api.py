@@ -30,6 +30,7 @@ from pallas_kernels.grouped_gemm.packed.heuristics import choose_config
 from pallas_kernels.grouped_gemm.packed.layout import PackedWeights
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
+from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig
 
 
 def grouped_gemm_packed(
@@ -60,7 +61,8 @@ def grouped_gemm_packed(
         out_dtype: of the result.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,), of any value past T.
-        config: PackedConfig of the hopper implementation, MmaConfig of the portable one; chosen when None.
+        config: PackedConfig of the hopper implementation, or PackedVectorConfig for tiles of one row, MmaConfig of the
+            portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype; rows of tiles from num_tiles on are unspecified. Raises ValueError or TypeError for a
@@ -119,7 +121,7 @@ def describe_call(
     )
 
 
-def _run_hopper(desc: PackedDesc, config: PackedConfig | None, operands: Operands) -> jax.Array:
+def _run_hopper(desc: PackedDesc, config: PackedConfig | PackedVectorConfig | None, operands: Operands) -> jax.Array:
     block_m = check_block_m(config, operands, desc.rows)
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):
@@ -155,7 +157,7 @@ def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Arra
     return run(desc, config, check_block_m(config, operands, desc.rows), _flattened(desc, operands))
 
 
-def _run_reference(desc: PackedDesc, config: PackedConfig | None, operands: Operands) -> jax.Array:
+def _run_reference(desc: PackedDesc, config: PackedConfig | PackedVectorConfig | None, operands: Operands) -> jax.Array:
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else operands
     return in_turn(desc, given, ("w", "bias"), grouped_gemm_packed_ref)

@@ -10,6 +10,7 @@ from pallas_kernels.common.sm90 import smem_bytes
 from pallas_kernels.grouped_gemm.config import SharedArray, ring_error, rows_error, widths_error
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
+from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig, vector_error
 
 BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 256)
 # Heights that fit around an expert's rows where powers of two do not. Two or three consumers take them; of group scales
@@ -250,8 +251,10 @@ def _long_step_error(desc: PackedDesc, config: PackedConfig, needed: int) -> str
     return None
 
 
-def config_error(desc: PackedDesc, config: PackedConfig) -> str | None:
+def config_error(desc: PackedDesc, config: PackedConfig | PackedVectorConfig) -> str | None:
     """Why ``config`` cannot run ``desc``, or None when it can."""
+    if isinstance(config, PackedVectorConfig):
+        return vector_error(desc, config)
     if reason := desc.unsupported():
         return reason
     if config.block_m not in BLOCK_MS:

@@ -1,6 +1,7 @@
-"""From the words of a block to the register operand of ``wgmma``, in inline PTX; the interpreter cannot run these.
+"""From the words of a block to register operands of ``wgmma`` and ``mma.sync``, in inline PTX; the interpreter cannot
+run these.
 
-``load_block`` has a twin in plain arrays, ``format.from_words`` with ``reference.dequantized``.
+``registers_of_words`` has a twin in plain arrays, ``format.from_words`` with ``reference.dequantized``.
 """
 
 import functools
@@ -18,6 +19,7 @@ from pallas_kernels.common.types import TileRef, Value
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat, rotations_of, zero_term
 
 IrValue: TypeAlias = Any  # an MLIR value or memory reference; the tests run this file on NumPy arrays of threads
+OfPart: TypeAlias = Callable[[int, int], Any]  # (step of K, half of the rows) -> a register, or two
 
 
 def load_block(
@@ -57,31 +59,17 @@ def load_block(
     def load(ctx, block, *vectors) -> Any:
         del ctx
         thread = _lane()
-        words = _words(fmt, block, thread)
+        words, scale_words = _words(fmt, block, thread), _scale_words(fmt, block, thread)
         parts = None
         if wide_scales is not None:
             *vectors, last = vectors
             parts = _two_parts(last, thread, rows)
         per_group = [_per_channel(fmt, vector, thread, rows) for vector in vectors]
-        offset = per_group.pop(0) if zeros is not None else None
-        is_folded = fmt.is_8bit and fmt.scale_words > 0
-        if is_folded:
-            offset, factor = _tables(fmt, block, thread), None
-        else:
-            factor = per_group.pop(0) if scales is not None else _block_scales(fmt, block, thread)
+        zero = per_group.pop(0) if zeros is not None else None
+        scale = per_group.pop(0) if scales is not None else None
         registers = [np.empty(layout.registers_shape((BLOCK_N, width)), dtype=object) for _ in result]
-        convert = _CONVERT_8BIT[fmt.element, fmt.operand] if fmt.is_8bit else _CONVERT[fmt.element]
-        for q, k_half, row_half in np.ndindex(4, 2, 2):
-            if fmt.bits == 4 and not fmt.is_8bit:
-                word, pair = words[q], 2 * k_half + row_half
-            else:
-                word, pair = words[2 * q + k_half], row_half
-            value = convert(fmt, word, pair, None if offset is None else offset(q, row_half))
-            if factor is not None:
-                value = _product(fmt.operand, value, factor(q, row_half), has_bf16_mul)
-            if parts is not None:
-                text = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }"
-                value = _asm([value, *parts(q, row_half)], text)
+        found = registers_of_words(fmt, words, scale_words, zero, scale, parts, has_bf16_mul=has_bf16_mul)
+        for (q, k_half, row_half), value in found.items():
             place, index = divmod(2 * q + k_half, width // columns)
             if for_mma:  # steps of K, their halves, halves of the rows
                 registers[place].flat[2 * index + row_half] = _as_operand(fmt.operand, value)
@@ -93,6 +81,44 @@ def load_block(
         return tuple(mgpu.FragmentedArray(_registers=r, _layout=layout, _is_signed=is_signed) for r in registers)
 
     return load(block, *vectors)
+
+
+def registers_of_words(
+    fmt: PackedFormat,
+    words: list[IrValue],
+    scale_words: list[IrValue],
+    zero: OfPart | None = None,
+    scale: OfPart | None = None,
+    parts: OfPart | None = None,
+    *,
+    has_bf16_mul: bool = True,
+) -> dict[tuple[int, int, int], IrValue]:
+    """(step of K, half of the step, half of the rows) -> a register of a thread's fragment, from its words of a block.
+
+    scale_words: of its channel and the one 8 further down, where the block ends in scales. zero, scale, parts: a
+    group's zero term (``spread``), what operands are multiplied with in place of the block's scales, and float32
+    factors as two numbers.
+    """
+    factor = scale
+    if fmt.is_8bit and fmt.scale_words:
+        zero = _tables(scale_words)
+    elif scale is None:
+        factor = _block_scales(fmt, scale_words)
+    convert = _CONVERT_8BIT[fmt.element, fmt.operand] if fmt.is_8bit else _CONVERT[fmt.element]
+    registers = {}
+    for q, k_half, row_half in np.ndindex(4, 2, 2):
+        if fmt.bits == 4 and not fmt.is_8bit:
+            word, pair = words[q], 2 * k_half + row_half
+        else:
+            word, pair = words[2 * q + k_half], row_half
+        value = convert(fmt, word, pair, None if zero is None else zero(q, row_half))
+        if factor is not None:
+            value = _product(fmt.operand, value, factor(q, row_half), has_bf16_mul)
+        if parts is not None:
+            text = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }"
+            value = _asm([value, *parts(q, row_half)], text)
+        registers[q, k_half, row_half] = value
+    return registers
 
 
 def _lane() -> IrValue:
@@ -111,14 +137,13 @@ def _words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrValue]:
     return words
 
 
-def _block_scales(fmt: PackedFormat, block: TileRef, thread: IrValue) -> Callable[[int, int], IrValue] | None:
+def _block_scales(fmt: PackedFormat, words: list[IrValue]) -> OfPart | None:
     """(step of K, half of the rows) -> the block's own scale in both halves of a register, or what moved bits lack."""
     if fmt.element in _EXPONENT_SHIFT and not fmt.scale_words:
         shift = _asm([], f"mov.b32 $0, {_EXPONENT_SHIFT[fmt.element][fmt.operand]:#x};")
         return lambda q, row_half: shift
     if not fmt.scale_words:
         return None
-    words = _scale_words(fmt, block, thread)
     two_scales = functools.cache(lambda word, place: _two_scales(fmt, words[word], place))
 
     def scale(q, row_half):
@@ -144,7 +169,11 @@ def _one_of(two: IrValue, half: int) -> IrValue:
 
 
 def _scale_words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrValue]:
-    """The scales of a thread's row and of the row 8 further down: a word each of four, or one of two and two."""
+    """The scales of a thread's row and of the row 8 further down: a word each of four, or one of two and two; none
+    where the block ends in none.
+    """
+    if not fmt.scale_words:
+        return []
     rows, columns = fmt.block_shape
     count = fmt.scale_words // 32
     entry = arith.muli(arith.shrui(thread, _constant(2)), _constant(count))
@@ -154,11 +183,10 @@ def _scale_words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrV
     return [vector.extract(loaded, [], [i]) for i in range(count)]
 
 
-def _tables(fmt: PackedFormat, block: TileRef, thread: IrValue) -> Callable[[int, int], tuple[IrValue, IrValue]]:
+def _tables(words: list[IrValue]) -> OfPart:
     """(step of K, half of the rows) -> the eight magnitudes of e2m1 in e4m3, times the group's power of two: 254 is the
     channel's largest and stands for 2**6; under 2**-5 they are zeros.
     """
-    words = _scale_words(fmt, block, thread)
     return functools.cache(lambda q, row_half: _table(words[row_half], q))
 
 
@@ -185,9 +213,7 @@ def _channel(thread: IrValue) -> IrValue:
     return arith.addi(arith.muli(warp, _constant(16)), row)
 
 
-def _per_channel(
-    fmt: PackedFormat, vector: TileRef, thread: IrValue, rows: tuple[int, ...]
-) -> Callable[[int, int], IrValue]:
+def _per_channel(fmt: PackedFormat, vector: TileRef, thread: IrValue, rows: tuple[int, ...]) -> OfPart:
     """(step of K, half of the rows) -> the channel's number in all parts of a register."""
     pointer, channel = mgpu.utils.memref_ptr(vector), _channel(thread)
     bits = 8 if fmt.is_8bit else 16
@@ -196,15 +222,17 @@ def _per_channel(
     @functools.cache
     def number(group, row_half):
         at = arith.addi(channel, _constant(BLOCK_N * group + 8 * row_half))
-        loaded = arith.extui(_i32(), llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8))
-        return _asm([loaded], "prmt.b32 $0, $1, 0, 0;") if fmt.is_8bit else _one_of(loaded, 0)
+        return spread(fmt, arith.extui(_i32(), llvm.load(kind, _element(pointer, at, kind), alignment=bits // 8)))
 
     return lambda q, row_half: number(rows[q], row_half)
 
 
-def _two_parts(
-    vector: TileRef, thread: IrValue, rows: tuple[int, ...]
-) -> Callable[[int, int], tuple[IrValue, IrValue]]:
+def spread(fmt: PackedFormat, bits: IrValue) -> IrValue:
+    """A number of ``fmt.operand`` in all parts of a register."""
+    return _asm([bits], "prmt.b32 $0, $1, 0, 0;") if fmt.is_8bit else _one_of(bits, 0)
+
+
+def _two_parts(vector: TileRef, thread: IrValue, rows: tuple[int, ...]) -> OfPart:
     """(step of K, half of the rows) -> the channel's float32 rounded to bfloat16, and what that lacks, each twice."""
     pointer, channel = mgpu.utils.memref_ptr(vector), _channel(thread)
 

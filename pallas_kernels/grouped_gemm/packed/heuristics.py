@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.grouped_gemm.config import SMALL_M
@@ -17,10 +18,15 @@ from pallas_kernels.grouped_gemm.packed.config import (
     LARGE_M,
     PackedConfig,
     config_error,
-    is_promoted,
     shared_memory,
 )
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
+from pallas_kernels.grouped_gemm.packed.vector import (
+    PackedVectorConfig,
+    describe_vector,
+    vector_candidates,
+    vector_error,
+)
 
 MAX_STAGES = 12
 _SPLIT = 0  # in place of a k_split: the consumers that share channels take one projection each
@@ -58,13 +64,16 @@ def _work(rows_per_expert: float, height: int) -> float:
     return tiles_of_expert(rows_per_expert, height) * (height + _UNPACKING)
 
 
-def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[PackedConfig]:
+def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[Any]:
     """Configurations that can run ``desc`` in tiles of ``block_m`` rows, preferred ones first, each with as many stages
     as fit.
 
     Scales of groups are applied to float32 partial sums first. From 80 rows on they are folded into the operands first,
     which needs scales of the operands' dtype; in lower tiles that is left for where accumulators leave no room.
     """
+    if block_m == PackedVectorConfig.block_m:
+        yield from vector_candidates(desc)
+        return
     # With 128 rows and more, 16 measured 7% faster than 8 at 256 rows an expert (int4, H200).
     raster_group_m = 16 if block_m >= 128 else 8
     for folds in (True, False) if block_m >= _FOLDED_FROM else (False, True):
@@ -100,11 +109,15 @@ def _shapes(desc: PackedDesc, has_many_rows: bool) -> dict[tuple[int, int, int],
     return dict.fromkeys((c, split, max(split, blocks // 2, 1) if split else blocks) for c, split, blocks in shapes)
 
 
-def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
+def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig | PackedVectorConfig:
     """The first candidate whose CTAs have, nearly, the fewest channels one after another. Raises NotImplementedError
     with the reason.
     """
     found = list(candidates(desc, block_m, num_sms))
+    if block_m == PackedVectorConfig.block_m:
+        if not found:
+            raise NotImplementedError(vector_error(desc, PackedVectorConfig(4)))
+        return found[0]
     if not found:
         smallest = PackedConfig(block_m, 2 if block_m in LARGE_M else 1, 1, 2, num_sms=num_sms)
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
@@ -119,12 +132,14 @@ def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig:
     return first_of_least(found, depth)
 
 
-def describe(desc: PackedDesc, config: PackedConfig) -> str:
+def describe(desc: PackedDesc, config: PackedConfig | PackedVectorConfig) -> str:
     """One line for ``explain``."""
     weights = f"{desc.fmt.element} weights unpacked to {desc.fmt.operand}"
     if desc.fmt.scale == "group":
-        when = "in float32 per group" if is_promoted(desc, config) else f"rounded to {desc.fmt.operand}"
-        weights += f", scales {when}"
+        is_folded = isinstance(config, PackedConfig) and config.folds_scales
+        weights += f", scales {f'rounded to {desc.fmt.operand}' if is_folded else 'in float32 per group'}"
+    if isinstance(config, PackedVectorConfig):
+        return f"{weights}; {describe_vector(desc, config)}"
     shared = f" ({config.k_split} warpgroups split K)" if config.k_split > 1 else ""
     shared += " (a warpgroup for each projection)" if config.splits_projections else ""
     memory = f"{config.num_stages} stages ({shared_memory(desc, config) >> 10} KiB shared memory)"

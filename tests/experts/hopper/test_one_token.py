@@ -1,5 +1,6 @@
 """A token by itself: tiles of one row, products that quantize and add up rows, against the float64 judge."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,6 +26,10 @@ SCHEMES = (
     "fp8_block_ue8m0",
     "int8_w8a8",
 )
+PACKED = (
+    *("w4a16_g128", "w4a16_g32_asym", "w4a16_g64_actorder", "w8a16_channel", "nvfp4_a16", "nvfp4_dynamic", "mxfp4_a16"),
+    *("mxfp4", "mxfp8", "w4a8_int8", "w4a8_int8_channel_asym", "w4a8_fp8"),
+)
 QUANTIZE = {
     "fp8_tensor_token": "e4m3_row",
     "fp8_channel": "e4m3_row",
@@ -37,31 +42,33 @@ SIZES = dict(dtype="bfloat16", hidden_size=512, intermediate_size=320)
 
 
 def make_layer(scheme, **options):
+    """(config, weights, weights as the kernels read them)."""
     stored = dict(param_dtype="float32" if scheme != "bf16" else options.get("dtype", "bfloat16"))
     config = cases.make_config(scheme, **SIZES | stored | options)
-    return config, cases.make_stored_weights(config)
+    weights = cases.make_stored_weights(config)
+    return config, weights, to_kernel_layout(weights, config) if scheme in PACKED else weights
 
 
 def check(scheme, kernels, **options):
     """From ids, one slot without an expert; and from logits, with a shared output, masked or not."""
-    config, weights = make_layer(scheme, **options)
-    plan = hopper_plan.make_plan(config, weights, 1, kernels)
+    config, weights, held = make_layer(scheme, **options)
+    plan = hopper_plan.make_plan(config, held, 1, kernels)
     assert plan.block_m == 1
     x = cases.make_tokens(3, config, dtype=config.dtype.name)[2:]
     p, ids = cases.make_routing(3)
     p, ids = jnp.where(jnp.isfinite(p), p, 0.5)[2:], ids[2:].at[0, 0].set(-1)
     p = jnp.where(ids >= 0, p, 0.0)
     run = jax.jit(functools.partial(hopper_experts.forward, config, kernels=kernels))
-    y = np.asarray(run(x, p, ids, weights))
+    y = np.asarray(run(x, p, ids, held))
     judge = functools.partial(assert_layer_close, weights=weights, config=config, on_gpu=kernels == "hopper")
     judge(y, x, p, ids)
 
     z = jnp.asarray(np.random.default_rng(3).standard_normal((1, cases.E)), jnp.float32)
     shared = jnp.ones((1, config.hidden_size), x.dtype)
     layer = jax.jit(functools.partial(hopper_experts.forward_layer, config, kernels=kernels))
-    routed, ids, sizes = layer(x, z, weights, None, None, None)
-    with_shared, *_ = layer(x, z, weights, None, None, shared)
-    masked, _, of_masked = layer(x, z, weights, None, jnp.zeros(1, bool), shared)
+    routed, ids, sizes = layer(x, z, held, None, None, None)
+    with_shared, *_ = layer(x, z, held, None, None, shared)
+    masked, _, of_masked = layer(x, z, held, None, jnp.zeros(1, bool), shared)
     chosen = jnp.take_along_axis(jax.nn.softmax(z), ids, axis=1)
     judge(routed, x, chosen / chosen.sum() if config.renormalize else chosen, ids)
     assert sizes.sum() == config.top_k and not of_masked.any()
@@ -73,18 +80,22 @@ def check(scheme, kernels, **options):
 
 ALL = [dict(), dict(has_bias=True, activation="swigluoai"), dict(dtype="float16"), dict(intermediate_size=1152)]
 IDS = ["plain", "bias", "float16", "long"]
+LAYERS = [
+    pytest.param(scheme, options, id=f"{scheme}-{name}")
+    for scheme in (*SCHEMES, *PACKED)
+    for options, name in zip(ALL, IDS, strict=True)
+    if name != "float16" or not scheme.startswith(("nvfp4", "mxfp"))  # which are multiplied in bfloat16
+]
 
 
-@pytest.mark.parametrize("options", ALL, ids=IDS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "options"), LAYERS)
 @pytest.mark.sample(5)
 def test_plumbing_on_kernel_references(scheme, options):
     check(scheme, "reference", **options)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", ALL, ids=IDS)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "options"), LAYERS)
 def test_gpu(scheme, options):
     check(scheme, "hopper", **options)
 
@@ -130,8 +141,18 @@ def test_who_has_tiles_of_several_rows(change):
     assert hopper_plan.make_plan(config, weights, 1, "reference").block_m > 1
 
 
-def test_more_tokens_and_packed_weights():
-    config, weights = make_layer("fp8_channel")
-    assert hopper_plan.make_plan(config, weights, 2, "reference").block_m > 1
-    config, weights = make_layer("w4a16_g128")
-    assert hopper_plan.make_plan(config, to_kernel_layout(weights, config), 1, "reference").block_m > 1
+@pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g128"])
+def test_more_tokens(scheme):
+    config, _, held = make_layer(scheme)
+    assert hopper_plan.make_plan(config, held, 2, "reference").block_m > 1
+
+
+def test_packed_weights_explained():
+    config, _, held = make_layer("w4a16_g128")
+    with on_hopper():
+        plan = hopper_plan.make_plan(config, held, 1)
+        first, second = hopper_plan.describe_products(plan, held)
+    assert first.endswith("matrix times vector, 2 x 16 channels a warp, K in 4 parts, 40 CTAs, by the heuristic")
+    assert second.endswith("matrix times vector, 1 x 16 channels a warp, K in 2 parts, 32 CTAs, by the heuristic")
+    pinned = dataclasses.replace(config, pinned_tokens=1)
+    assert hopper_plan.make_plan(pinned, held, 1, "reference").block_m > 1

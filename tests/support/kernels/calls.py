@@ -24,7 +24,7 @@ from pallas_kernels.align import AlignConfig, align
 from pallas_kernels.combine import combine
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
-from pallas_kernels.grouped_gemm.packed import PackedConfig, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedVectorConfig, grouped_gemm_packed
 from pallas_kernels.nvlink_dispatch import ExchangeDesc, place_rows
 from pallas_kernels.quantize_and_permute import PermuteConfig, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import QUANTIZATIONS, TAKES_SCALE
@@ -76,6 +76,8 @@ _PACKED_8BIT = ("w4a8 int8 g128", "w4a8 int8 g128 asym", "w4a8 fp8 g128", "mxfp4
 # Tiles whose warpgroups share channels or K, long and short steps, scales folded into operands, heights between powers.
 PACKED_TILES = {
     "int4 g128": (
+        PackedVectorConfig(4),
+        PackedVectorConfig(1),
         PackedConfig(128, 2, 2, 2, splits_projections=True),
         PackedConfig(80, 4, 2, 2, True, splits_projections=True),
         PackedConfig(64, 4, 1, 2, splits_projections=True),
@@ -89,6 +91,7 @@ PACKED_TILES = {
         PackedConfig(160, 2, 2, 2, splits_projections=True),
     ),
     "nvfp4": (
+        PackedVectorConfig(2),
         PackedConfig(176, 2, 2, 2),
         PackedConfig(128, 2, 2, 2, splits_projections=True),
         PackedConfig(16, 4, 4, 2, k_split=2),
@@ -102,6 +105,7 @@ PACKED_TILES = {
         PackedConfig(24, 4, 4, 2, k_split=2),
     ),
     "w4a8 int8 g128": (
+        PackedVectorConfig(4),
         PackedConfig(96, 2, 1, 2, splits_projections=True),
         PackedConfig(48, 4, 1, 2, splits_projections=True),
         PackedConfig(16, 2, 2, 2, k_split=2),
@@ -165,7 +169,9 @@ def small_calls() -> dict[str, Callable[[], Call]]:
     return calls
 
 
-def _words(config: PackedConfig) -> str:
+def _words(config: PackedConfig | PackedVectorConfig) -> str:
+    if isinstance(config, PackedVectorConfig):
+        return f"single rows, K in {config.k_split}"
     shared = " projections split" * config.splits_projections + f" K in {config.k_split}" * (config.k_split > 1)
     return (
         f"{config.block_m} rows {config.num_consumers} x {config.step_blocks}{shared}{' folded' * config.folds_scales}"
@@ -307,7 +313,7 @@ def _multiplying_packed(kind: str) -> Call:
     return _bound(grouped_gemm_packed, problem)
 
 
-def _multiplying_tiles(kind: str, config: PackedConfig) -> Call:
+def _multiplying_tiles(kind: str, config: PackedConfig | PackedVectorConfig) -> Call:
     options: dict[str, Any] = dict(block_m=config.block_m, activation=SILU, bias="bfloat16", x_scale="row")
     problem = packed_problem.make_problem(kind, SIZES, k=1024, n=336, **options)
     return _bound(functools.partial(grouped_gemm_packed, config=config), problem)

@@ -26,7 +26,7 @@ from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
 from pallas_kernels.grouped_gemm.heuristics import choose_config as choose_gemm_config
 from pallas_kernels.grouped_gemm.heuristics import deepest
 from pallas_kernels.grouped_gemm.kernel_sm90 import grouped_gemm_sm90
-from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat, PackedVectorConfig
 from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm.packed.dense_config import DenseDesc
 from pallas_kernels.grouped_gemm.packed.dense_sm90 import dequantize_sm90
@@ -534,7 +534,7 @@ def side_by_side_cases() -> Iterator[Case]:
             yield packed_case(f"side by side {tokens} tokens, {name}", desc, config)
 
 
-def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
+def packed_case(name: str, desc: PackedDesc, config: PackedConfig | PackedVectorConfig) -> Case:
     """The Hopper grouped GEMM with packed weights on its flat operands."""
     fmt, blocks = desc.fmt, desc.num_experts * desc.channel_blocks * desc.projections
     grouped = (blocks, -(-desc.k // fmt.group_size) if fmt.group_size else 1, 64)
@@ -555,6 +555,9 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig) -> Case:
         for own in ("w", "scale", "zero", "channel_scale", "bias"):
             (_, *shape), dtype = shapes[own]
             shapes[f"{own}{end}"] = (-(-n // 64), *shape), dtype
+    if isinstance(config, PackedVectorConfig):
+        name = f"grouped_gemm_packed of single rows, {name}, K in {config.k_split} parts"
+        return _case_of_operands(name, desc, config, shapes, None)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA")
     return _case_of_operands(f"grouped_gemm_packed {name}, {config}", desc, config, shapes, instruction)
 
@@ -572,6 +575,18 @@ def packed_cases() -> Iterator[Case]:
                 found = list(packed_candidates(desc, block_m, H200_SMS))
                 for config in found if is_common else found[:1]:
                     yield packed_case(f"{name}{' gated' if gated else ''}", desc, config)
+
+
+def packed_vector_cases() -> Iterator[Case]:
+    """Tiles of one row: each format alone and gated with a bias, K in every number of parts; short and long rows."""
+    for name, options in PACKED.items():
+        for gated in (dict(bias_dtype="bfloat16", **_GATED), {}):
+            desc = dataclasses.replace(_PACKED_BASE, **options, **gated)
+            for k in (512, 768, 4096) if desc.k == 512 else (desc.k,):
+                sized = dataclasses.replace(desc, rows=8, k=k)
+                found = list(packed_candidates(sized, 1, H200_SMS))
+                for config in found if k == 768 and name == "int4 g128" else found[:1]:
+                    yield packed_case(f"{name}{' gated' if gated else ''}, K {sized.k}", sized, config)
 
 
 def tuned_cases() -> Iterator[Case]:
@@ -708,6 +723,7 @@ def all_cases() -> Iterator[Case]:
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()
+    yield from packed_vector_cases()
     yield from dense_cases()
     yield from dgrad_cases()
     yield from plain_dgrad_cases()

@@ -1,0 +1,96 @@
+"""How tiles of one row of packed weights are run on Hopper (``PackedVectorConfig``): matrix times vector (GEMV)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
+from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
+from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
+
+CHANNELS = 16  # of a warp: the rows of one mma.sync
+ROW_PIECES = 8  # of 16 bytes of a row of x, with which a block is multiplied
+_RING_BYTES = 32 << 10  # of a CTA: six CTAs of an SM have room for that
+_SPLITS = (4, 2, 1)  # preferred ones first
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedVectorConfig:
+    """A CTA is one warpgroup; each of its warps multiplies 16 channels of every projection with its part of one row.
+
+    k_split: how many warps share their channels, each with its part of K.
+    """
+
+    k_split: int
+    block_m: ClassVar[int] = 1
+
+    @property
+    def block_n(self) -> int:
+        """Columns of a CTA."""
+        return CHANNELS * WARPS // self.k_split
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """What each warp keeps in shared memory, in pieces of 16 bytes, one after the other for each of ``slots`` blocks.
+
+    steps: blocks of K of a warp, or one more than that. ahead: blocks under way before one is multiplied. words,
+    scales, zeros: pieces of one projection, the latter two of what lies beside the blocks.
+    """
+
+    steps: int
+    slots: int
+    ahead: int
+    words: int
+    scales: int
+    zeros: int
+
+
+def words_a_thread(fmt: PackedFormat) -> int:
+    """Of one block, scales left out."""
+    return BLOCK_N * fmt.block_k * fmt.bits // 32 // WARPGROUP
+
+
+def sums_of_block(fmt: PackedFormat) -> int:
+    """Partial sums of a block, each scaled: one for each group that lies in it; 1 where scales do not follow sums."""
+    return max(1, fmt.block_k // (fmt.group_size or fmt.block_k)) if fmt.scale == "group" else 1
+
+
+def ring_of(desc: PackedDesc, config: PackedVectorConfig) -> Ring:
+    """As deep as a warp's part of K, or as ``_RING_BYTES`` allow."""
+    fmt, number = desc.fmt, sums_of_block(desc.fmt)
+    words = (words_a_thread(fmt) * LANES + fmt.scale_words // WARPS) // 4
+    scales = number * jnp.dtype(desc.scale_dtype).itemsize if fmt.scale == "group" else 0
+    zeros = number * jnp.dtype(fmt.operand).itemsize if fmt.has_zero_point else 0
+    steps = -(-(desc.k // fmt.block_k) // config.k_split)
+    of_slot = WARPS * 16 * (desc.projections * (words + scales + zeros) + ROW_PIECES)
+    slots = min(steps, max(3, _RING_BYTES // of_slot))
+    return Ring(steps, slots, slots if slots == steps else slots - 1, words, scales, zeros)
+
+
+def vector_error(desc: PackedDesc, config: PackedVectorConfig) -> str | None:
+    """Why ``config`` cannot run ``desc``, or None when it can."""
+    if reason := desc.unsupported():
+        return reason
+    if config.k_split not in _SPLITS:
+        return f"k_split={config.k_split}: one of {', '.join(map(str, sorted(_SPLITS)))} warps share K"
+    if desc.unpermuted_rows > 1:
+        return f"the same {desc.unpermuted_rows} rows in every tile: a tile has 1"
+    if any(start % config.block_n for start in desc.starts):
+        widths = ", ".join(map(str, desc.widths))
+        return f"weights of {widths} columns side by side: multiples of the {config.block_n} columns of a CTA"
+    return None
+
+
+def vector_candidates(desc: PackedDesc) -> list[PackedVectorConfig]:
+    """Configurations that can run ``desc``, preferred ones first: as many warps share K as have two blocks each."""
+    fitting = [config for config in map(PackedVectorConfig, _SPLITS) if vector_error(desc, config) is None]
+    return sorted(fitting, key=lambda config: desc.k < 2 * config.k_split * desc.fmt.block_k)
+
+
+def describe_vector(desc: PackedDesc, config: PackedVectorConfig) -> str:
+    """What follows the weights in the line for ``explain``."""
+    ctas = desc.rows * -(-desc.n // config.block_n)
+    parts = f", K in {config.k_split} parts" if config.k_split > 1 else ""
+    return f"matrix times vector, {desc.projections} x {CHANNELS} channels a warp{parts}, {ctas} CTAs"

@@ -1,0 +1,165 @@
+"""Matrix times vector with packed weights, run in NumPy from the PTX that is emitted: the copies of every thread, the
+order of words and of the row, scales, sums of warps; refusals, and lowering for CUDA.
+
+The kernel itself runs in test_grouped_gemm_packed_gpu.py.
+"""
+
+import dataclasses
+import types
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.common.activations import Activation
+from pallas_kernels.grouped_gemm import vector_sm90 as plain_vector_sm90
+from pallas_kernels.grouped_gemm.packed import (
+    PackedDesc,
+    PackedVectorConfig,
+    api,
+    choose_config,
+    config_error,
+    describe,
+    grouped_gemm_packed,
+    vector,
+    vector_sm90,
+)
+from tests.pallas_kernels.test_packed_operands import on_numpy  # noqa: F401
+from tests.support.kernels.cases import packed_case
+from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
+from tests.support.kernels.simt_machine import Machine
+from tests.support.refusals import refuses
+
+
+@pytest.fixture(params=["late", "at once"])
+def machine(request, on_numpy, monkeypatch):  # noqa: F811
+    """The kernel on NumPy threads, whose copies land as late or as early as they may."""
+    found = Machine(late=request.param == "late")
+    pl = types.SimpleNamespace(when=lambda condition: lambda run: run() if bool(condition) else None)
+    monkeypatch.setattr(plain_vector_sm90, "pl", pl)
+    for name, stub in {
+        "simt": found.namespace(),
+        "lax": found.lax(),
+        "row_kernel": found.row_kernel,
+        "mosaic": types.SimpleNamespace(begin=lambda: None),
+        "pl": pl,
+        "plgpu": types.SimpleNamespace(SMEM=lambda shape, dtype: (shape, dtype), RefType=lambda: None),
+        "llvm": types.SimpleNamespace(ptrtoint=lambda kind, ref: (ref, 0)),
+        "mgpu": types.SimpleNamespace(utils=types.SimpleNamespace(memref_ptr=lambda ref: ref)),
+        "arith": types.SimpleNamespace(
+            muli=lambda a, b: a * b,
+            addi=lambda place, b: (place[0], place[1] + b),
+        ),
+    }.items():
+        monkeypatch.setattr(vector_sm90, name, stub)
+    monkeypatch.setattr(api, "hopper_sms", lambda: 132)
+    return found
+
+
+OUT = dict(bfloat16=jnp.bfloat16, float16=jnp.float16, int8=jnp.float32, float8_e4m3fn=jnp.float32)
+GATED: dict[str, Any] = dict(activation=Activation("silu"), bias="bfloat16", x_scale="row")
+
+
+def run(problem, k_split, **options):
+    options = problem.kwargs | dict(config=PackedVectorConfig(k_split), implementation="hopper") | options
+    return np.asarray(grouped_gemm_packed(*problem.args, **options))
+
+
+def check(kind, sizes, k_split, **options):
+    given: dict[str, Any] = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32)
+    given |= options
+    problem = make_problem(kind, sizes, block_m=1, **given)
+    problem.assert_close(run(problem, k_split), packed_tolerance(kind, given["out_dtype"]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_formats(kind, machine):
+    """Five blocks of K, of which one warp has two; 80 channels of blocks of 64; tiles out of use."""
+    check(kind, [1, 0, 1], 4, k=5 * KINDS[kind][0].block_k, n=80, out_dtype=OUT[KINDS[kind][0].operand])
+
+
+@pytest.mark.parametrize("k_split", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["int4 g32", "int4 g128 asym", "nvfp4", "w4a8 int8 g128"])
+def test_gated_in_every_number_of_parts(kind, k_split, machine):
+    """Columns of a CTA past N, which lie behind the array in its last row."""
+    check(kind, [1, 2], k_split, k=704, n=72, spare_tiles=0, **GATED)
+
+
+@pytest.mark.parametrize("kind", ["int4 g128", "mxfp8", "w4a8 int8 channel asym"])
+def test_rings_that_hold_less_than_k(kind, machine, monkeypatch):
+    monkeypatch.setattr(vector, "_RING_BYTES", 0)
+    check(kind, [1], 2, k=13 * KINDS[kind][0].block_k, n=32)
+
+
+@pytest.mark.parametrize("kind", ["int4 g32", "nvfp4", "mxfp4 fp8"])
+def test_last_block_past_k(kind, machine):
+    """Groups and blocks that K does not fill, fewer blocks than warps."""
+    check(kind, [1], 4, k=80, n=16)
+
+
+def test_weights_side_by_side(machine):
+    parts = [
+        make_problem("int4 g128", [1], k=128, n=n, block_m=1, spare_tiles=0, seed=n, bias="float32") for n in (80, 48)
+    ]
+    x, _, *tiles = parts[0].args
+    options: Any = dict(config=PackedVectorConfig(4), implementation="hopper", out_dtype=jnp.float32)
+    weights, biases = tuple(p.args[1] for p in parts), tuple(p.kwargs["bias"] for p in parts)
+    found = grouped_gemm_packed(x, weights, *tiles, bias=biases, **options)
+    apart = [grouped_gemm_packed(x, w, *tiles, bias=b, **options) for w, b in zip(weights, biases, strict=True)]
+    np.testing.assert_array_equal(np.asarray(found), np.concatenate(apart, axis=1))
+    parts[0].assert_close(np.asarray(apart[0]), packed_tolerance("int4 g128", jnp.float32))
+
+
+@pytest.mark.parametrize("x_scale", ["none", "tensor", "row"])
+def test_one_token_in_all_tiles(x_scale, machine):
+    problem = make_problem("int4 channel", [1, 0, 1, 1], k=128, n=16, block_m=1, spare_tiles=0, x_scale=x_scale)
+    x, w, *tiles = problem.args
+    own = whole = problem.kwargs["x_scale"]
+    if own is not None and own.ndim:
+        own, whole = own[:1], jnp.repeat(own[:1], 3)
+    apart = dataclasses.replace(problem, args=(jnp.repeat(x[:1], 3, 0), w, *tiles))
+    one = dataclasses.replace(problem, args=(x[:1], w, *tiles))
+    np.testing.assert_array_equal(run(one, 4, x_scale=own, block_m=1), run(apart, 4, x_scale=whole))
+
+
+def test_describes_and_refuses():
+    desc = PackedDesc(rows=8, n=768, k=2048, num_experts=128, fmt=KINDS["int4 g128"][0])
+    assert choose_config(desc, 1, 132) == PackedVectorConfig(4)
+    assert describe(desc, PackedVectorConfig(4)).endswith("1 x 16 channels a warp, K in 4 parts, 384 CTAs")
+    short = dataclasses.replace(desc, k=256)
+    assert choose_config(short, 1, 132) == PackedVectorConfig(2)
+    assert describe(short, PackedVectorConfig(1)).endswith("1 x 16 channels a warp, 96 CTAs")
+    wide = dataclasses.replace(desc, num_experts=1, widths=(736, 32))
+    assert choose_config(wide, 1, 132) == PackedVectorConfig(4)
+    for change, config, match in (
+        (dict(k=520), PackedVectorConfig(4), "whole blocks of 64"),
+        ({}, PackedVectorConfig(3), "k_split=3: one of 1, 2, 4"),
+        (dict(unpermuted_rows=2), PackedVectorConfig(4), "the same 2 rows"),
+        (dict(num_experts=1, widths=(736, 32)), PackedVectorConfig(1), "multiples of the 64 columns of a CTA"),
+    ):
+        reason = config_error(dataclasses.replace(desc, **change), config)
+        assert reason is not None and match in reason
+    refuses(NotImplementedError, "whole blocks of 64", choose_config, dataclasses.replace(desc, k=520), 1, 132)
+
+
+_GATED_DESC: dict[str, Any] = dict(projections=2, activation=Activation("silu"), bias_dtype="bfloat16")
+
+
+def test_lowers_for_cuda():
+    """One of each place of scales, gated and alone; every format is compiled in sass/."""
+    for kind, k_split in (("int4 g128 asym", 4), ("nvfp4", 2), ("w4a8 int8 channel", 1), ("mxfp4 fp8", 4)):
+        for options in (_GATED_DESC, {}):
+            fmt, scale_dtype, _ = KINDS[kind]
+            desc = PackedDesc(
+                rows=8,
+                n=208,
+                k=640,
+                num_experts=4,
+                fmt=fmt,
+                scale_dtype=scale_dtype or "float32",
+                has_channel_scale=fmt.scale != "group",
+                lhs_scale="row",
+                **options,
+            )
+            assert packed_case("", desc, PackedVectorConfig(k_split)).launches() == 1
