@@ -120,7 +120,7 @@ def test_wrong_calls():
 def test_config_error():
     arguments, given = make("bfloat16", 2048, (4096, 512, 512), "one")
     desc, *_ = describe(*arguments, **given, eps=EPS, out_dtype=jnp.bfloat16)
-    assert choose_config(desc, 132) == VectorConfig(2)
+    assert choose_config(desc, 132) == VectorConfig(1)
     assert config_error(desc, VectorConfig(2)) is None
     assert "channels=3" in config_error(desc, VectorConfig(3))
     more = dataclasses.replace(desc, norm=dataclasses.replace(desc.norm, num_tokens=2))

@@ -124,7 +124,7 @@ def test_explained(columns, work):
     with on_hopper():
         plan = hopper_plan.make_plan(config, weights, 1)
         first, second = hopper_plan.describe_products(plan, weights)
-    assert first.startswith("GEMM 1: matrix times vector, 2 x 2 channels a warp, ") and first.endswith(
+    assert first.startswith("GEMM 1: matrix times vector, 1 x 2 channels a warp, ") and first.endswith(
         "by the heuristic"
     )
     assert second.endswith(f"{work}, by the heuristic")
