@@ -230,7 +230,15 @@ def flattened(operands: Operands) -> Operands:
     return flat
 
 
-def _run_hopper(desc: GemmDesc, config: GemmConfig | VectorConfig | None, operands: Operands) -> Any:
+def check_config(config: Any, *kinds: type) -> None:
+    """Raise where a configuration that was given is none of the Hopper kernels'."""
+    if config is not None and not isinstance(config, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise NotImplementedError(f"config is {type(config).__name__}; these kernels take {expected}")
+
+
+def _run_hopper(desc: GemmDesc, config: Any, operands: Operands) -> Any:
+    check_config(config, GemmConfig, VectorConfig)
     block_m = check_block_m(config, operands, desc.rows)
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):
@@ -242,7 +250,7 @@ def _run_hopper(desc: GemmDesc, config: GemmConfig | VectorConfig | None, operan
     return grouped_gemm_sm90(desc, config)(flat)
 
 
-def _run_reference(desc: GemmDesc, config: GemmConfig | VectorConfig | None, operands: Operands) -> Any:
+def _run_reference(desc: GemmDesc, config: Any, operands: Operands) -> Any:
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
     given.pop("tile_rows")

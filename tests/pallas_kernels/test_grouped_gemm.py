@@ -4,6 +4,7 @@ Layout contract: see gemm_problem.py. The numerics of the Hopper kernel are in t
 """
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -25,7 +26,7 @@ from pallas_kernels.grouped_gemm import (
 from pallas_kernels.grouped_gemm.api import describe_gemm
 from pallas_kernels.grouped_gemm.config import shared_arrays, shared_memory
 from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, large_m_heights, refusal, space, tile_work
-from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc
+from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedVectorConfig
 from pallas_kernels.grouped_gemm.scheduler_sm90 import tile_index, tiles_of_cta
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.case import launches
@@ -171,6 +172,21 @@ def test_wrong_calls_that_quantize():
     refuses(ValueError, "quantization='e4m3_group' with scales of w 'channel'; expected 'block'", call, "e4m3_group")
     refuses(ValueError, "quantization='e4m3_row' with scales of w 'block'", call, "e4m3_row", scale="block")
     assert call("e4m3_row").shape == call("e4m3_group_ue8m0", scale="block").shape == (4, 64)
+
+
+def test_configurations_of_other_kernels():
+    """Each product names its own; the reference asks for none."""
+    x, tiles = jnp.zeros((4, 256), jnp.bfloat16), (jnp.zeros(4, jnp.int32), jnp.int32(4))
+    call = functools.partial(
+        grouped_gemm, x, jnp.zeros((3, 64, 256), jnp.bfloat16), *tiles, config=PackedVectorConfig(4)
+    )
+    refuses(
+        NotImplementedError,
+        "config is PackedVectorConfig; these kernels take GemmConfig or",
+        call,
+        implementation="hopper",
+    )
+    assert call().shape == (4, 64)
 
 
 def test_rows_are_quantized_or_added_up():

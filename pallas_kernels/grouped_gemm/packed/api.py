@@ -16,6 +16,7 @@ from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.grouped_gemm.api import (
     Operands,
     check_block_m,
+    check_config,
     check_tiles,
     expected_projections,
     in_turn,
@@ -121,7 +122,8 @@ def describe_call(
     )
 
 
-def _run_hopper(desc: PackedDesc, config: PackedConfig | PackedVectorConfig | None, operands: Operands) -> jax.Array:
+def _run_hopper(desc: PackedDesc, config: Any, operands: Operands) -> jax.Array:
+    check_config(config, PackedConfig, PackedVectorConfig)
     block_m = check_block_m(config, operands, desc.rows)
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):
@@ -157,7 +159,7 @@ def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Arra
     return run(desc, config, check_block_m(config, operands, desc.rows), _flattened(desc, operands))
 
 
-def _run_reference(desc: PackedDesc, config: PackedConfig | PackedVectorConfig | None, operands: Operands) -> jax.Array:
+def _run_reference(desc: PackedDesc, config: Any, operands: Operands) -> jax.Array:
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else operands
     return in_turn(desc, given, ("w", "bias"), grouped_gemm_packed_ref)

@@ -6,17 +6,19 @@ from typing import Any
 import jax
 
 from pallas_kernels.common.device import portable_target
+from pallas_kernels.grouped_gemm.api import check_config
 from pallas_kernels.grouped_gemm.packed.format import pad_to
 from pallas_kernels.grouped_gemm.portable.config import AnyDesc, MmaConfig, choose_config, config_error, group_rows
 from pallas_kernels.grouped_gemm.problem import GemmDesc
 
 
-def run(desc: AnyDesc, config: MmaConfig | None, block_m: int, operands: Mapping[str, Any]) -> jax.Array:
+def run(desc: AnyDesc, config: Any, block_m: int, operands: Mapping[str, Any]) -> jax.Array:
     """(Mp, N) of a call whose operands, by the names of ``desc.operand_names``, are as the kernels take them.
 
     Raises NotImplementedError where no configuration, or the one that is given, can run it.
     """
     target = portable_target()
+    check_config(config, MmaConfig)
     config = config or choose_config(desc, block_m, target)
     if reason := config_error(desc, config):
         raise NotImplementedError(reason)
