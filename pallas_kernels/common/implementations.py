@@ -1,7 +1,7 @@
 """Trying the implementations of an op in order."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -33,3 +33,10 @@ def first_that_runs(op: str, runs: Mapping[str, Callable[[], Result]], wanted: s
         except NotImplementedError as error:
             reasons.append(f"{name}: {error}")
     raise NotImplementedError(f"{op} cannot run this call. " + "; ".join(reasons))
+
+
+def check_config(config: Any, *kinds: type) -> None:
+    """Raise where a configuration that was given is none of these kinds, so that the next implementation is tried."""
+    if config is not None and not isinstance(config, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise NotImplementedError(f"config is {type(config).__name__}; these kernels take {expected}")

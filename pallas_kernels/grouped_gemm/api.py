@@ -13,7 +13,7 @@ from pallas_kernels.combine import combine
 from pallas_kernels.combine.api import check_operands
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
-from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.implementations import check_config, first_that_runs
 from pallas_kernels.common.rows import check_unpermuted_rows, in_every_tile, scales_in_every_tile
 from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
@@ -228,13 +228,6 @@ def flattened(operands: Operands) -> Operands:
         if flat[name] is not None and flat[name].ndim == 0:
             flat[name] = flat[name].reshape(1)
     return flat
-
-
-def check_config(config: Any, *kinds: type) -> None:
-    """Raise where a configuration that was given is none of the Hopper kernels'."""
-    if config is not None and not isinstance(config, kinds):
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise NotImplementedError(f"config is {type(config).__name__}; these kernels take {expected}")
 
 
 def _run_hopper(desc: GemmDesc, config: Any, operands: Operands) -> Any:

@@ -431,7 +431,7 @@ def _dot_int8(piece: Piece, weights: Value, row: Value) -> Value:
 def _words(register: ir.Value) -> list[ir.Value]:
     """An MLIR vector's words of 32 bits; of 16 bits one with zeros above."""
     kind = ir.VectorType(register.type)
-    bits = kind.shape[0] * kind.element_type.width
+    bits = kind.shape[0] * mgpu.utils.bitwidth(kind.element_type)
     if bits == 16:
         return [arith.extui(simt.integer(32), mgpu.utils.bitcast(register, simt.integer(16)))]
     words = mgpu.utils.bitcast(register, ir.VectorType.get((bits // 32,), simt.integer(32)))

@@ -12,11 +12,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
-from pallas_kernels.common.implementations import first_that_runs
+from pallas_kernels.common.implementations import check_config, first_that_runs
 from pallas_kernels.grouped_gemm.api import (
     Operands,
     check_block_m,
-    check_config,
     check_tiles,
     expected_projections,
     in_turn,

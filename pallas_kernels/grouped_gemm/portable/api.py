@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.common.device import portable_target
-from pallas_kernels.grouped_gemm.api import check_config
+from pallas_kernels.common.implementations import check_config
 from pallas_kernels.grouped_gemm.packed.format import pad_to
 from pallas_kernels.grouped_gemm.portable.config import AnyDesc, MmaConfig, choose_config, config_error, group_rows
 from pallas_kernels.grouped_gemm.problem import GemmDesc
