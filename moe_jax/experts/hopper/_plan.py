@@ -113,7 +113,7 @@ def make_plan(
 
     if may_be_vector and isinstance(key, PackedLayerKey):
         found = plan(PackedVectorConfig.block_m, (None, None), "by the heuristic")
-        if not any(packed_gemm.config_error(desc, PackedVectorConfig(4)) for desc in found.products):
+        if not any(gemm_of(weights).config_error(desc, PackedVectorConfig(4)) for desc in found.products):
             return found
 
     entry = table_for(hopper_gpu()).lookup(key, planned) if kernels == "hopper" else None
