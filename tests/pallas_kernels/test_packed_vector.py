@@ -79,6 +79,7 @@ def test_formats(kind, machine):
     check(kind, [1, 0, 1], 4, k=5 * KINDS[kind][0].block_k, n=80, out_dtype=OUT[KINDS[kind][0].operand])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("k_split", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["int4 g32", "int4 g128 asym", "nvfp4", "w4a8 int8 g128"])
 def test_gated_in_every_number_of_parts(kind, k_split, machine):
