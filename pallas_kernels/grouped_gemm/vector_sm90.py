@@ -368,7 +368,7 @@ def _quantized(
 
 
 def _codes(piece: Piece, values: Value, scale: Value) -> Value:
-    """e4m3 codes of a piece, in float32. scale: each thread's."""
+    """e4m3 codes of a piece, as they are multiplied. scale: each thread's."""
     inverse, scale = (_spread(piece, one) for one in divisor(scale))
     return _operand(e4m3_codes(values, inverse, scale))
 
@@ -398,7 +398,7 @@ def _matrix_product(piece: Piece, weights: list[Value], row: Value) -> list[Valu
     def run(ctx, *operands):
         del ctx
         zero = simt.integer_constant(0, 32)
-        # The words of a step: two of each weight, the second one's rows zeros where there is one, and two of the row.
+        # A step takes two words of each weight, or zeros for a second one that is not there, and two of the row.
         words = [_words(register) for operand in operands for register in operand.registers.flat]
         words = [own + [zero] * (len(own) % 2) for own in words]
         *left, right = words

@@ -27,8 +27,13 @@ class Ref:
         return self
 
     def __getitem__(self, index):
-        assert 0 <= int(index) < self.shape[0]
-        part = self.array[int(index)]
+        """index: numbers and slices, one for each of the first axes."""
+        index = index if isinstance(index, tuple) else (index,)
+        index = tuple(one if isinstance(one, slice) else int(one) for one in index)
+        for one, size in zip(index, self.shape, strict=False):
+            first, last = (one.start, one.stop) if isinstance(one, slice) else (one, one + 1)
+            assert 0 <= first < last <= size
+        part = self.array[index]
         return Ref(part) if isinstance(part, np.ndarray) and part.ndim else jnp.asarray(part)
 
     def bytes(self) -> Any:
@@ -54,14 +59,14 @@ class Machine:
         self.cta = 0
         self.groups: list[list[Any]] = [[]]
 
-    def row_kernel(self, body: Any, out_type: Any, num_ctas: int, *, scratch_types: Any) -> Any:
+    def row_kernel(self, body: Any, out_type: Any, num_ctas: int, *, scratch_types: Any = ()) -> Any:
         def run(*arrays):
             out = np.full(out_type.shape, np.nan, np.float32).astype(out_type.dtype)
             refs = [Ref(np.array(array)) for array in arrays] + [Ref(out)]
             for self.cta in range(num_ctas):
                 self.groups = [[]]
                 scratch = {}
-                for name, (shape, dtype) in scratch_types.items():
+                for name, (shape, dtype) in dict(scratch_types).items():
                     size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
                     scratch[name] = Ref(np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape))
                 body(*refs, **scratch)
@@ -149,6 +154,17 @@ class Machine:
         return multiplied(simt.mma_text(operand), a, b, c)
 
     @staticmethod
+    def asm(operands, text, constraints, *, has_result):
+        assert text.startswith("dp4a.s32.s32") and has_result, text
+        a, b, total = (np.ascontiguousarray(one).view(np.int8 if i < 2 else np.int32) for i, one in enumerate(operands))
+        return (total + (a.astype(np.int32) * b).reshape(-1, 4).sum(1, dtype=np.int32)).view(np.uint32)
+
+    @staticmethod
+    def warp_sum(value):
+        lanes = np.asarray(value).reshape(-1, 32)
+        return jnp.asarray(np.repeat(lanes.sum(1, dtype=value.dtype), 32))
+
+    @staticmethod
     def _matrix(ref, offset, index):
         """Thread t of a warp gets word t % 4 of row t // 4 of a matrix; its eight threads give rows' addresses."""
         given = np.asarray(offset)[THREADS // 32 * 32 + 8 * index + THREADS % 32 // 4]
@@ -157,9 +173,13 @@ class Machine:
 
     def namespace(self) -> Any:
         names = ("copy", "end_copies", "wait_for_copies", "load_words", "load_bits", "load", "load_float", "store")
-        own = {name: getattr(self, name) for name in (*names, "store_bits", "float_bits", "asm_of_several", "mma")}
+        own = {
+            name: getattr(self, name) for name in (*names, "store_bits", "float_bits", "asm_of_several", "mma", "asm")
+        }
         return types.SimpleNamespace(
             **own,
+            warp_sum=self.warp_sum,
+            warp_add=self.warp_sum,
             LANES=simt.LANES,
             CHUNK=simt.CHUNK,
             thread_index=lambda: jnp.asarray(THREADS.astype(np.int32)),
