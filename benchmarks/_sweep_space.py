@@ -183,11 +183,12 @@ def of_heuristic(key: Any, gemm: int, tokens: int, num_sms: int) -> list[Any]:
 
 
 def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """The widest tile of 128 rows, and of the two likeliest heights of ``large_m_space``, in clusters whose CTAs share
-    weights, or rows.
+    """The first tile of 128 rows, of the two likeliest heights of ``large_m_space`` and of 80 or 96 rows that hold an
+    expert, in clusters whose CTAs share weights, or rows.
     """
     mean, found = rows_per_expert(tokens, key.num_experts, key.top_k), []
-    for block_m in (*(large_m_heights(mean)[:2] if key.may_be_large_m else ()), 128):
+    low = heights(mean, (80, 96), is_brief=True) if key.may_swap and mean > 40 else []
+    for block_m in (*low, *(large_m_heights(mean)[:2] if key.may_be_large_m else ()), 128):
         desc = key.products(tokens, block_m)[gemm - 1]
         pair = dataclasses.replace(unpacked_candidates(desc, block_m, H200_SMS)[0], cluster=2, row_chunk=None)
         ways = (dataclasses.replace(pair, shares_weights=True), pair)

@@ -27,6 +27,7 @@ MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a G
 _TILES = 320  # of a product, 64 x 64, that give each SM of a GPU enough to read
 _LEAST_DEPTH = 64  # of a part of a product
 _ROUTER_DEPTH = 128  # the same for router logits, whose parts one warp adds up; deeper ones XLA would split again
+_MANY_ROUTED = 1025  # from so many rows on router logits come from one product: parts are no faster (H100)
 
 
 def parameter(
@@ -153,9 +154,9 @@ class Linear(nnx.Module):
         is_plain = not isinstance(weight, QuantizedMatrix) and self.bias is None and self.lora is None
         if not is_plain or self.out_dtype != jnp.float32 or x.dtype.itemsize != 2 or jax.default_backend() != "gpu":
             return None
-        if not 1 < num_tokens < MANY_ROWS:
+        if not 1 < num_tokens < _MANY_ROUTED:
             return None
-        parts = split_product(x.reshape(num_tokens, -1), self.weight[...], _ROUTER_DEPTH)
+        parts = split_product(x.reshape(num_tokens, -1), self.weight[...], _ROUTER_DEPTH, below=_MANY_ROUTED)
         return parts if parts.shape[0] > 1 else None
 
 
@@ -258,7 +259,12 @@ def biases_of(modules: Sequence[Linear]) -> list[Array]:
 
 
 def split_product(
-    x: Float[Array, "T K"], weight: Float[Array, "N K"], least_depth: int = _LEAST_DEPTH, *, is_rounded: bool = True
+    x: Float[Array, "T K"],
+    weight: Float[Array, "N K"],
+    least_depth: int = _LEAST_DEPTH,
+    *,
+    below: int = MANY_ROWS,
+    is_rounded: bool = True,
 ) -> Float[Array, "P T N"]:
     """Partial sums of x W^T in float32; with P = 1 the product, in x's dtype where it is_rounded.
 
@@ -267,7 +273,7 @@ def split_product(
     """
     (num_tokens, k), n = x.shape, weight.shape[0]
     tiles, parts = -(-num_tokens // 64) * -(-n // 64), 1
-    if 1 < num_tokens < MANY_ROWS:  # one row is a product of a vector, which XLA does not split
+    if 1 < num_tokens < below:  # one row is a product of a vector, which XLA does not split
         while 2 * parts * tiles <= _TILES and k % (2 * parts) == 0 and k // (2 * parts) >= least_depth:
             parts *= 2
     if parts == 1:

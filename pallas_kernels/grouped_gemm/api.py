@@ -127,19 +127,21 @@ def describe_products(
     return desc, operands | numbered(each)
 
 
-def one_tile() -> Operands:
-    """Arguments of a product of one row with one expert."""
-    return dict(tile_expert=jnp.zeros(1, jnp.int32), num_tiles=jnp.ones(1, jnp.int32))
+def of_one_expert(num_rows: int, block_m: int) -> Operands:
+    """Arguments of a product of so many tiles of rows, all full, with one expert."""
+    tiles = num_rows // block_m
+    return dict(tile_expert=jnp.zeros(tiles, jnp.int32), num_tiles=jnp.full(1, tiles, jnp.int32))
 
 
-def describe_one_row(
+def describe_one_expert(
     x: jax.Array,
+    block_m: int,
     w: jax.Array | tuple[jax.Array, ...],
     bias: jax.Array | tuple[jax.Array, ...] | None,
     out_dtype: DTypeLike,
 ) -> tuple[GemmDesc, Operands]:
-    """``describe_products`` of x (1, K) and weights of one expert, without scales."""
-    given: Operands = dict(x=x, x_scale=None, out_scale=None, tile_rows=None, **one_tile())
+    """``describe_products`` of x (R, K), rows of whole tiles, and weights of one expert, without scales."""
+    given: Operands = dict(x=x, x_scale=None, out_scale=None, tile_rows=None, **of_one_expert(x.shape[0], block_m))
     return describe_products(given, w, None, bias, None, out_dtype, "none", None, False)
 
 

@@ -88,8 +88,9 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     leave room for about 64 bytes a clock: hence wide tiles. Narrow ones follow for calls with few tiles, where more
     CTAs can read weights at once, and come first where 128 columns make fewer than two rounds of the machine.
     With up to 96 rows 256 columns come last: fewer stages, and no faster. Each tile has as many stages as fit. Steps of
-    two blocks of K come first in small-M tiles: 1 to 7% of a layer where weights bind (H200, 32 of 36 layers of three
-    models). Where rows of K are no multiple of 128 bytes, steps of four follow (of two in large-M tiles): 6 to 10%
+    two blocks of K come first where an expert has one tile and weights bind: 1 to 7% of a layer in small-M tiles (H200,
+    32 of 36 layers of three models), 3 to 6% of both products at 64 and 128 rows an expert (H100, two models, 8 and 16
+    bits). Where rows of K are no multiple of 128 bytes, steps of four follow (of two in large-M tiles): 6 to 10%
     faster there (H200, one shape, small-M tiles). Where 128 experts or more have a small-M tile, gate and up
     projections are read two experts at a time: 3% faster than eight on average (H100, 17 calls of two models).
     """
@@ -102,11 +103,14 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
         if desc.k * desc.itemsize % 128:
             steps = (1, 2) if is_large_m else (1, 4)
         else:
-            steps = (1,) if is_large_m else (2, 1)
-        for blocks in steps:
-            for block_n in (256, 128, 192, 64) if is_large_m else widths:
-                config = GemmConfig(block_m, block_n, 2, group, num_sms=num_sms, swap_ab=True, step_blocks=blocks)
-                yield deepest(desc, config)
+            steps = (1, 2) if is_large_m and tiles > desc.num_experts else (2, 1)
+        if is_large_m:  # width first: a narrow tile passes as many rows for fewer products
+            ways = [(block_n, blocks) for block_n in (256, 128, 192, 64) for blocks in steps]
+        else:
+            ways = [(block_n, blocks) for blocks in steps for block_n in widths]
+        for block_n, blocks in ways:
+            config = GemmConfig(block_m, block_n, 2, group, num_sms=num_sms, swap_ab=True, step_blocks=blocks)
+            yield deepest(desc, config)
     if block_m in BLOCK_MS:
         # A tile that is nearly full is moved at once: eight copies a step hold up the producer.
         is_chunked = desc.has_tile_rows and rows / tiles < 0.75 * block_m and not desc.has_outputs_beside
@@ -134,9 +138,9 @@ def refusal(desc: GemmDesc, config: GemmConfig) -> str | None:
     if config.block_m == 128 and config.swap_ab:
         return "128 rows with swap_ab: the plain tile leaves out chunks that nobody uses"
     is_short = config.num_stages * config.step_blocks < (3 if config.is_large_m else 4)
-    # Two stages of two blocks were timed in small-M tiles with block scales only; gate and up of 96 rows spill.
-    may_be_two = config.is_large_m or (desc.is_block_scaled and config.block_m <= MOST_SCALED)
-    is_short |= not may_be_two and (config.num_stages, config.step_blocks) == (2, 2)
+    # Gate and up of 96 rows with block scales spill in two stages of two blocks.
+    is_two_by_two = (config.num_stages, config.step_blocks) == (2, 2)
+    is_short |= is_two_by_two and desc.is_block_scaled and config.block_m > MOST_SCALED
     if config.swap_ab and is_short:
         return f"{config.num_stages} stages: too few bytes on their way for tiles that wait for memory"
     if config.block_m == 128 and config.block_n < 64:
@@ -154,10 +158,10 @@ def candidates(desc: GemmDesc, block_m: int, num_sms: int) -> list[Any]:
 def in_clusters(desc: GemmDesc, found: Iterable[GemmConfig]) -> list[GemmConfig]:
     """The two widest of ``found`` in clusters of two CTAs, sharing rows and sharing weights.
 
-    Only where tiles have 96 rows or more and make two rounds of the machine. For whoever times them; ``choose_config``
+    Only where tiles have 80 rows or more and make two rounds of the machine. For whoever times them; ``choose_config``
     takes one by ``_in_step``.
     """
-    wide = sorted((config for config in found if config.block_m >= 96), key=lambda config: -config.block_n)[:2]
+    wide = sorted((config for config in found if config.block_m >= 80), key=lambda config: -config.block_n)[:2]
     wide = [c for c in wide if expected_tiles(desc, c.block_m) * -(-desc.n // c.block_n) >= 2 * c.num_sms]
     pairs = [dataclasses.replace(config, row_chunk=None, cluster=2) for config in wide]
     pairs += [dataclasses.replace(pair, shares_weights=True) for pair in pairs]

@@ -10,7 +10,7 @@ from pallas_kernels.add_and_norm.api import Operands as NormOperands
 from pallas_kernels.add_and_norm.api import describe_norm, kernel_operands
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.grouped_gemm.api import Operands, describe_one_row, flattened
+from pallas_kernels.grouped_gemm.api import Operands, describe_one_expert, flattened
 from pallas_kernels.grouped_gemm.vector import VectorConfig
 from pallas_kernels.norm_and_multiply.config import NormProductDesc, choose_config, config_error
 from pallas_kernels.norm_and_multiply.reference import norm_and_multiply_ref
@@ -86,5 +86,5 @@ def describe(
         if one.ndim != 3 or one.shape[0] != 1:
             raise ValueError(f"w has shape {one.shape}, expected (1, N, {x.shape[1]})")
     norm, of_norm = describe_norm(x, weight, addend, eps=eps, bias=bias)
-    gemm, of_product = describe_one_row(x, w, w_bias, out_dtype)
+    gemm, of_product = describe_one_expert(x, 1, w, w_bias, out_dtype)
     return NormProductDesc(norm, gemm), of_norm, of_product

@@ -6,7 +6,7 @@ import jax
 
 from pallas_kernels.add_and_norm.reference import add_and_norm_ref
 from pallas_kernels.grouped_gemm import grouped_gemm
-from pallas_kernels.grouped_gemm.api import one_tile
+from pallas_kernels.grouped_gemm.api import of_one_expert
 from pallas_kernels.norm_and_multiply.config import NormProductDesc
 
 
@@ -15,4 +15,4 @@ def norm_and_multiply_ref(
 ) -> tuple[jax.Array, jax.Array]:
     """product: arguments of ``grouped_gemm`` but for its rows."""
     total, row = add_and_norm_ref(desc.norm, *of_norm)
-    return total, grouped_gemm(row, **product, **one_tile(), implementation="reference")
+    return total, grouped_gemm(row, **product, **of_one_expert(1, 1), implementation="reference")

@@ -397,30 +397,59 @@ def test_products_of_one_token(calls):
     modules = tuple(Linear(512, size, use_bias=True, rngs=nnx.Rngs(size)) for size in (256, 64))
     for module in modules:
         module.bias[...] = jnp.arange(module.bias.size, dtype=jnp.bfloat16) / 8
-    found = _fused.product_of_one_token(modules, x, 132)
+    found = _fused.product_by_kernel(modules, x, 132)
     assert calls == ["grouped_gemm"] and found.parts.shape == (1, 1, 320)
     expected = np.concatenate([module(x) for module in modules], axis=-1).astype(np.float32)
     np.testing.assert_allclose(found.whole(jnp.float32), expected, rtol=2**-7, atol=1e-2)
 
     def loss(x, is_fused):
-        y = _fused.product_of_one_token(modules, x, 132).parts if is_fused else [module(x) for module in modules]
+        y = _fused.product_by_kernel(modules, x, 132).parts if is_fused else [module(x) for module in modules]
         return sum(one.astype(jnp.float32).sum() for one in y)
 
     np.testing.assert_allclose(*(np.asarray(jax.grad(loss)(x, own), np.float32) for own in (True, False)), atol=1e-2)
     for sms, tokens in ((None, x), (132, jnp.ones((2, 1, 512), x.dtype)), (132, x.astype(jnp.float32))):
-        assert _fused.product_of_one_token(modules, tokens, sms) is None
-    assert _fused.product_of_one_token(modules, x[:0], 132) is None
+        assert _fused.product_by_kernel(modules, tokens, sms) is None
+    assert _fused.product_by_kernel(modules, x[:0], 132) is None
     for size in (62, 72):  # no multiple of a CTA's columns, or of 32 bytes a row
-        assert _fused.product_of_one_token((Linear(512, size, rngs=nnx.Rngs(0)),), x, 132) is None
+        assert _fused.product_by_kernel((Linear(512, size, rngs=nnx.Rngs(0)),), x, 132) is None
     norm = RMSNorm(512, eps=1e-6, rngs=nnx.Rngs(0))
     assert _fused.added_and_projected(norm, x, None, modules, 132) is not None
     modules[1].bias = nnx.data(nnx.Param(modules[1].bias[...].astype(jnp.float32)))  # biases of two dtypes
-    assert _fused.product_of_one_token(modules, x, 132) is None
+    assert _fused.product_by_kernel(modules, x, 132) is None
     assert _fused.added_and_projected(norm, x, None, modules, 132) is None
     modules[1].bias = None
-    assert _fused.product_of_one_token(modules, x, 132) is None  # one bias of two
+    assert _fused.product_by_kernel(modules, x, 132) is None  # one bias of two
     modules[0].lora = object()
-    assert _fused.product_of_one_token(modules[:1], x, 132) is None
+    assert _fused.product_by_kernel(modules[:1], x, 132) is None
+
+
+@pytest.mark.parametrize("num_tokens", [256, 300, 1024])
+def test_products_of_many_rows(calls, num_tokens):
+    """Those with several plain weights side by side, in tiles of 128 rows; one weight's, and those of more or fewer
+    rows, are XLA's."""
+    x = jax.random.normal(jax.random.key(0), (1, num_tokens, 128), jnp.bfloat16)
+    modules = tuple(Linear(128, size, use_bias=True, rngs=nnx.Rngs(size)) for size in (256, 64, 64))
+    for module in modules:
+        module.bias[...] = jnp.arange(module.bias.size, dtype=jnp.bfloat16) / 8
+    found = _fused.product_by_kernel(modules, x, 132)
+    assert calls == ["grouped_gemm"] and found.parts.shape == (1, -(-num_tokens // 128) * 128, 384)
+    whole = found.whole(jnp.float32)
+    expected = np.concatenate([module(x) for module in modules], axis=-1).astype(np.float32)
+    assert whole.shape == expected.shape
+    np.testing.assert_allclose(whole, expected, rtol=2**-7, atol=1e-2)
+
+    def loss(x, is_fused):
+        if is_fused:
+            return _fused.product_by_kernel(modules, x, 132).whole(jnp.float32).sum()
+        return sum(module(x).astype(jnp.float32).sum() for module in modules)
+
+    np.testing.assert_allclose(*(np.asarray(jax.grad(loss)(x, own), np.float32) for own in (True, False)), atol=1e-2)
+    for count in (1, 255, 1025):
+        rows = jnp.ones((1, count, 128), x.dtype)
+        assert (_fused.product_by_kernel(modules, rows, 132) is None) == (count > 1)
+    assert _fused.product_by_kernel(modules[:1], x, 132) is None
+    narrow = (*modules[:2], Linear(128, 72, use_bias=True, rngs=nnx.Rngs(0)), modules[2])
+    assert _fused.product_by_kernel(narrow, x, 132) is None  # which share a tile
 
 
 def test_what_is_not_projected_with_the_norm(calls, monkeypatch):
@@ -580,7 +609,8 @@ def test_launches_of_a_router(monkeypatch):
     router, rows = block.router, jnp.ones((64, 1, H), jnp.bfloat16)
     assert router.partial_sums(rows) is None  # on a CPU
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert router.partial_sums(rows[:1]) is router.partial_sums(jnp.ones((256, H), jnp.bfloat16)) is None
+    assert router.partial_sums(rows[:1]) is router.partial_sums(jnp.ones((1025, H), jnp.bfloat16)) is None
+    assert router.partial_sums(jnp.ones((1024, H), jnp.bfloat16)).shape == (4, 1024, E)
     with on_hopper():
         text = jax.jit(lambda block, x: block(x)).trace(block, rows).lower(lowering_platforms=("cuda",)).as_text()
     main = text[text.index("func.func public @main") :].split("func.func private")[0]

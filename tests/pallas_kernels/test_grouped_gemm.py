@@ -360,12 +360,26 @@ def test_large_m_tiles_lower_for_cuda(name, block_m, block_n):
     assert gemm_case(name, desc, config).launches() == 1
 
 
-def test_large_m_tiles_have_four_stages():
-    for block_m, stages in ((144, 4), (160, 4), (192, 3)):
-        for gate, block_n in (({}, 256), (dict(projections=2, activation=OAI), 128)):
-            desc = dataclasses.replace(DESC, rows=8 * block_m, dtype="int8", bias_dtype="bfloat16", **ROW, **gate)
-            best = candidates(desc, block_m, 132)[0]
-            assert (best.block_n, best.num_stages) == (block_n, stages)
+@pytest.mark.parametrize(("block_m", "blocks"), [(144, 4), (160, 4), (192, 3)])
+@pytest.mark.parametrize(
+    ("gate", "block_n"), [({}, 256), (dict(projections=2, activation=OAI), 128)], ids=["plain", "gated"]
+)
+def test_ring_of_large_m_tiles(block_m, blocks, gate, block_n):
+    """As many blocks of K as fit: two steps of two where an expert has one tile and weights bind, else one a step."""
+    for tiles, two in ((1, (2, 2)), (3, (blocks, 1))):
+        desc = dataclasses.replace(DESC, rows=8 * tiles * block_m, dtype="int8", bias_dtype="bfloat16", **ROW, **gate)
+        best = candidates(desc, block_m, 132)[0]
+        assert (best.block_n, best.num_stages, best.step_blocks) == (block_n, *(two if blocks == 4 else (blocks, 1)))
+
+
+@pytest.mark.parametrize("block_m", [48, 64, 80, 96])
+def test_ring_of_gate_and_up(block_m):
+    """Where three steps of two blocks do not fit, two do; with block scales up to 80 rows."""
+    for scales in (ROW, BLOCK):
+        desc = dataclasses.replace(DESC, rows=8 * block_m, projections=2, activation=OAI, **scales)
+        found = [c for c in candidates(desc, block_m, 132) if c.swap_ab and c.block_n == 128]
+        two_by_two = [c for c in found if (c.num_stages, c.step_blocks) == (2, 2)]
+        assert bool(two_by_two) == (block_m != 64 and (scales is ROW or block_m <= 80)), (found, scales)
 
 
 def test_narrow_candidates_lower():

@@ -228,6 +228,16 @@ def test_block_scales_in_steps_of_several_blocks(config, gated):
     check("fp8_block", [3, 40, 0, 97, 1, 64], config, k=1024, n=704, padding=np.nan, **gated)
 
 
+@pytest.mark.parametrize(("gated", "block_n"), [({}, 256), (GATED, 128)], ids=["plain", "gated"])
+@pytest.mark.parametrize(("block_m", "cluster"), [(48, 1), (80, 1), (80, 2), (96, 2), (144, 1), (160, 2)])
+@pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row"])
+def test_two_stages_of_two_blocks(kind, block_m, cluster, gated, block_n):
+    """K in an even number of blocks and in an odd one, tiles in an odd number, rows of experts in several tiles."""
+    config = GemmConfig(block_m, block_n, 2, num_sms=14, swap_ab=True, step_blocks=2, cluster=cluster)
+    for k in (1024, 1152):
+        check(kind, [3, 200, 0, 145, 1, 64], config, k=k, n=704, padding=np.nan, **gated)
+
+
 def test_bits_of_large_m_tiles_repeat():
     problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, **GATED)
     own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, swap_ab=True)

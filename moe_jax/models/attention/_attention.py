@@ -256,8 +256,8 @@ class Attention(Partitioned):
         y = y if gate is None else (y.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(y.dtype)
         if self.num_sms() is None or 0 in y.shape:
             return self.o_proj(y), kept
-        of_one = _fused.product_of_one_token((self.o_proj,), y, self.num_sms())
-        return partial_sums(self.o_proj, y) if of_one is None else of_one, kept
+        alone = _fused.product_by_kernel((self.o_proj,), y, self.num_sms())
+        return partial_sums(self.o_proj, y) if alone is None else alone, kept
 
     def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
         """Which kernel attends in a call with a cache, or XLA, and why; in words. Each row is one sequence, and counts
@@ -321,7 +321,7 @@ class Attention(Partitioned):
         modules = (self.q_proj, self.k_proj, self.v_proj)
         if (joined := side_by_side(modules, x, x.dtype)) is not None:
             return (joined,)
-        if (joined := _fused.product_of_one_token(modules, x, self.num_sms())) is not None:
+        if (joined := _fused.product_by_kernel(modules, x, self.num_sms())) is not None:
             return (joined,)
         biases = tuple(biases_of(modules))
         is_plain = all(not isinstance(m.weight, QuantizedParam) and m.lora is None for m in modules)
