@@ -233,6 +233,7 @@ def test_block_scales_in_steps_of_several_blocks(config, gated):
 @pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row"])
 def test_two_stages_of_two_blocks(kind, block_m, cluster, gated, block_n):
     """K in an even number of blocks and in an odd one, tiles in an odd number, rows of experts in several tiles."""
+    block_n = 128 if block_m == 96 else block_n  # four consumers have no room for as many accumulators
     config = GemmConfig(block_m, block_n, 2, num_sms=14, swap_ab=True, step_blocks=2, cluster=cluster)
     for k in (1024, 1152):
         check(kind, [3, 200, 0, 145, 1, 64], config, k=k, n=704, padding=np.nan, **gated)
