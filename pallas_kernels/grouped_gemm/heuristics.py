@@ -89,7 +89,7 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     CTAs can read weights at once, and come first where 128 columns make fewer than two rounds of the machine.
     With up to 96 rows 256 columns come last: fewer stages, and no faster. Each tile has as many stages as fit. Steps of
     two blocks of K come first where an expert has one tile and weights bind: 1 to 7% of a layer in small-M tiles (H200,
-    32 of 36 layers of three models), 3 to 6% of both products at 64 and 128 rows an expert (H100, two models, 8 and 16
+    32 of 36 layers of three models), 2 to 13% of both products at 32 to 128 rows an expert (H100, four layers, 8 and 16
     bits). Where rows of K are no multiple of 128 bytes, steps of four follow (of two in large-M tiles): 6 to 10%
     faster there (H200, one shape, small-M tiles). Where 128 experts or more have a small-M tile, gate and up
     projections are read two experts at a time: 3% faster than eight on average (H100, 17 calls of two models).
