@@ -234,7 +234,7 @@ def _block_m(num_tokens: int, num_weights: int) -> int | None:
     """Rows of a tile of ``product_by_kernel``.
 
     Queries, keys and values of 256 rows take 0.59 to 0.68 of the time of three XLA products in one launch, of 512 rows
-    0.75 to 0.94, of 1024 rows 0.90 to 0.99, of 2048 rows 1.03 (H100, three models).
+    0.75 to 0.94, of 1024 rows 0.90 to 1.01, of 2048 rows 1.03 (H100, three models).
     """
     if num_tokens == 1:
         return 1

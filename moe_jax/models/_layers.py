@@ -23,7 +23,7 @@ from moe_jax.parallel._logical import EMBED, MLP, VOCAB
 from moe_jax.quantization import LowRank, QuantizedMatrix, Scheme, method_for
 from pallas_kernels.combine import RoutedRows
 
-MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and on a GPU it is cuBLAS's
+MANY_ROWS = 256  # from here on a product is bound by its arithmetic, and one weight's on a GPU is cuBLAS's
 _TILES = 320  # of a product, 64 x 64, that give each SM of a GPU enough to read
 _LEAST_DEPTH = 64  # of a part of a product
 _ROUTER_DEPTH = 128  # the same for router logits, whose parts one warp adds up; deeper ones XLA would split again
