@@ -382,6 +382,14 @@ def test_ring_of_gate_and_up(block_m):
         assert bool(two_by_two) == (block_m != 64 and (scales is ROW or block_m <= 80)), (found, scales)
 
 
+def test_ring_of_rows_off_128_bytes():
+    """K of 2880 bytes: boxes of 64 bytes in steps of four, narrow tiles, from 48 rows on; of two where M is large."""
+    for block_m, first in ((24, (128, 1)), (48, (64, 4)), (80, (64, 4)), (160, (256, 2))):
+        desc = dataclasses.replace(DESC, rows=128 * block_m, num_experts=128, n=2880, k=2880, dtype="int8", **ROW)
+        config = choose_config(desc, block_m, 132)
+        assert (config.block_n, config.step_blocks) == first
+
+
 def test_narrow_candidates_lower():
     for name in ("fp8 row gated", "fp8 block gated", "bf16"):
         desc = gemm(name)
