@@ -590,9 +590,9 @@ def packed_vector_cases() -> Iterator[Case]:
 
 
 def tuned_cases() -> Iterator[Case]:
-    """What the shipped table names, each form once: sizes and numbers of stages hardly change the code."""
+    """What the shipped tables name, each form once: sizes and numbers of stages hardly change the code."""
     seen = set()
-    for entry in table_for("NVIDIA H200").entries:
+    for entry in (*table_for("NVIDIA H200").entries, *table_for("NVIDIA H100 80GB HBM3").entries):
         products = entry.key.products(entry.tokens, entry.config.block_m)
         for whole, config in zip(products, (entry.config.gemm1, entry.config.gemm2), strict=True):
             desc = dataclasses.replace(whole, rows=64 * config.block_m, num_experts=4)
