@@ -167,8 +167,13 @@ def layers(cells: list[dict]) -> list[str]:
 def _cell(cell: dict | None) -> str:
     if cell is None:
         return "-"
-    ours = f"{cell['us']:.0f}"
-    return f"{ours} / {cell['peer_us']:.0f} = **{cell['ratio']:.2f}**" if "ratio" in cell else ours
+    ours = _micros(cell["us"])
+    return f"{ours} / {_micros(cell['peer_us'])} = **{cell['ratio']:.2f}**" if "ratio" in cell else ours
+
+
+def _micros(us: float) -> str:
+    """Three digits at least."""
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
 
 
 def results() -> str:
