@@ -423,7 +423,7 @@ def test_products_of_one_token(calls):
     assert _fused.product_by_kernel(modules[:1], x, 132) is None
 
 
-@pytest.mark.parametrize("num_tokens", [256, 300, 1024])
+@pytest.mark.parametrize("num_tokens", [300, *(pytest.param(n, marks=pytest.mark.slow) for n in (256, 1024))])
 def test_products_of_many_rows(calls, num_tokens):
     """Those with several plain weights side by side, in tiles of 128 rows; one weight's, and those of more or fewer
     rows, are XLA's."""
