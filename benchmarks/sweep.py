@@ -9,7 +9,7 @@ tuning_table.py makes a table of the lines that FILE gets. Processes take cells 
 they time. What takes longer than --stuck seconds without a word is ended and written down as failed.
 
 products: single products with what is fused around them. A cell is shape:format (_sweep_space.py), with ":brief" behind
-it for few configurations instead of all, ":pairs" for tiles of 128 rows and large-M ones in clusters, ":lent" for that
+it for few configurations instead of all, ":pairs" for tiles of 80, 96, 128 and more rows in clusters, ":lent" for that
 of the H200's table, the heuristic's and few beside them (lent_table.py), ":near1.1" for the table's and those that the
 files of --earlier hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own. A JSON line per
 configuration: the least of five bursts, or with --sustained calls without a pause for so many seconds, the median of

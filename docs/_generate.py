@@ -172,7 +172,7 @@ def _cell(cell: dict | None) -> str:
 
 
 def _micros(us: float) -> str:
-    """Three digits at least."""
+    """To a tenth below 100."""
     return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
 
 

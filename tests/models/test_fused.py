@@ -669,6 +669,15 @@ def test_launches_of_one_token(case, monkeypatch, has_biases):
     assert not any("tensor<1x1024x" in line or "1024xf32>" in line for line in products)
 
 
+def test_launches_of_many_rows(case, monkeypatch):
+    """A step of 256 rows for CUDA: queries, keys and values are one launch; XLA multiplies out of attention alone, and
+    the router in parts."""
+    layers, num_experts, _, main = lowered_step(case, monkeypatch, 256, None, True)
+    assert len(re.findall(r"call @_multiplied_alone", main)) == layers
+    *tokens, _ = re.findall(r"stablehlo.dot_general .* : \(tensor<256x.*\) -> (\S+)", main)  # the last is the head's
+    assert tokens == ["tensor<256x256xf32>", f"tensor<2x256x{num_experts}xf32>"] * layers
+
+
 @pytest.mark.parametrize(("projections", "has_biases"), [(None, False), (None, True), ("fp8_channel", False)])
 def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
     """A decode step of few rows for CUDA: six steps a layer outside the experts, also with quantized projections, or

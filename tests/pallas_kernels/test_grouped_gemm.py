@@ -360,16 +360,18 @@ def test_large_m_tiles_lower_for_cuda(name, block_m, block_n):
     assert gemm_case(name, desc, config).launches() == 1
 
 
-@pytest.mark.parametrize(("block_m", "blocks"), [(144, 4), (160, 4), (192, 3)])
+@pytest.mark.parametrize(
+    ("block_m", "of_one", "of_several"), [(144, (2, 2), (4, 1)), (160, (2, 2), (4, 1)), (192, (3, 1), (3, 1))]
+)
 @pytest.mark.parametrize(
     ("gate", "block_n"), [({}, 256), (dict(projections=2, activation=OAI), 128)], ids=["plain", "gated"]
 )
-def test_ring_of_large_m_tiles(block_m, blocks, gate, block_n):
-    """As many blocks of K as fit: two steps of two where an expert has one tile and weights bind, else one a step."""
-    for tiles, two in ((1, (2, 2)), (3, (blocks, 1))):
+def test_ring_of_large_m_tiles(block_m, of_one, of_several, gate, block_n):
+    """(stages, blocks of K in one), as many as fit: in twos where an expert has one tile, so that weights bind."""
+    for tiles, ring in ((1, of_one), (3, of_several)):
         desc = dataclasses.replace(DESC, rows=8 * tiles * block_m, dtype="int8", bias_dtype="bfloat16", **ROW, **gate)
         best = candidates(desc, block_m, 132)[0]
-        assert (best.block_n, best.num_stages, best.step_blocks) == (block_n, *(two if blocks == 4 else (blocks, 1)))
+        assert (best.block_n, best.num_stages, best.step_blocks) == (block_n, *ring)
 
 
 @pytest.mark.parametrize("block_m", [48, 64, 80, 96])
