@@ -89,13 +89,14 @@ class Engine:
         folder = Path(tempfile.mkdtemp()) / model
         self.vocabulary = int(options.vocabulary) or MODELS[model]["vocab_size"]
         config = MODELS[model] | dict(vocab_size=self.vocabulary)
-        models.write_config(folder, config, models.QUANTIZATION[form], int(options.layers))
         self.prefills, self.decodes = cells_of(options)
         rows = [rows for rows, _ in self.decodes]
         self.batched = 8192 if options.default_graphs else min(8192, max(2048, *self.prefills))
         held = [(rows, context + new_tokens(rows, context, self.batched)) for rows, context in self.decodes]
         longest = max(self.prefills + [each for _, each in held])
         length = max(4096, longest + 16)  # vLLM wants room for one row of it
+        config["max_position_embeddings"] = max(length, config["max_position_embeddings"])
+        models.write_config(folder, config, models.QUANTIZATION[form], int(options.layers))
         tokens = max([length, *self.prefills, *(rows * each for rows, each in held)])
         # Tokens are counted in blocks of 16, a few of which vLLM keeps; 1.2 is room for both.
         cache = int(1.2 * tokens * cache_bytes(config)) * int(options.layers)

@@ -239,6 +239,21 @@ def test_two_stages_of_two_blocks(kind, block_m, cluster, gated, block_n):
         check(kind, [3, 200, 0, 145, 1, 64], config, k=k, n=704, padding=np.nan, **gated)
 
 
+@pytest.mark.parametrize(("gated", "block_n"), [({}, 128), (GATED, 64)], ids=["plain", "gated"])
+@pytest.mark.parametrize("block_m", [16, 24, 48, 80])
+@pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row", "fp8_block"])
+def test_steps_of_four_blocks(kind, block_m, gated, block_n):
+    """K in whole steps and with a part of one, rows of K that are a multiple of 128 bytes and not; one or two experts
+    at a time.
+    """
+    for k, group in ((1024, 1), (1152, 2), (1440, 1)):
+        if kind == "fp8_block" and k % 512:
+            continue  # where every 128 of K are scaled, steps have to be whole
+        width = 64 if block_m == 80 else block_n  # two stages of more do not fit
+        config = GemmConfig(block_m, width, 2, group, num_sms=14, swap_ab=True, step_blocks=4)
+        check(kind, [3, 200, 0, 145, 1, 64], config, k=k, n=704, padding=np.nan, **gated)
+
+
 def test_bits_of_large_m_tiles_repeat():
     problem = make_problem("bf16", [300, 0, 150], k=512, n=512, block_m=160, **GATED)
     own, config = problem.row_expert >= 0, GemmConfig(160, 128, 4, swap_ab=True)
