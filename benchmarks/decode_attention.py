@@ -30,9 +30,9 @@ AT_ONCE = 6  # processes
 CALLS = 8  # in one turn of a loop, whose condition the host waits for
 
 
-def fitted(desc: DecodeDesc, split: int, block_kv: int, is_fused: bool = True, per_sm: int = 1) -> DecodeConfig | None:
+def fitted(desc: DecodeDesc, split: int, block_kv: int, per_sm: int = 1) -> DecodeConfig | None:
     """With as many stages as fit where an SM holds ``per_sm`` CTAs; 0: queries are the rows of products."""
-    config = choose_config(desc, SMS, DecodeForm(split, block_kv, per_sm or 1, is_fused, swap_ab=per_sm > 0))
+    config = choose_config(desc, SMS, DecodeForm(split, block_kv, per_sm or 1, swap_ab=per_sm > 0))
     is_asked_for = config.block_kv == block_kv and config.swap_ab == (per_sm > 0)
     return config if is_asked_for and config_error(desc, config) is None else None
 
@@ -95,50 +95,48 @@ CELLS = {
         Cell("256 16 x 4096", 16, 4096, 16, 2, 256, 256),
     )
 }
-# (cell, split, block_kv, is_fused, CTAs of an SM), or (cell, "XLA"). 0 CTAs: queries are rows.
+# (cell, split, block_kv, CTAs of an SM), or (cell, "XLA"). 0 CTAs: queries are rows.
 TIMES: list[tuple[Any, ...]] = [
     ("qwen3 64 x 1024", "XLA"),
-    ("qwen3 64 x 1024", 256, 128, False, 1),
-    ("qwen3 64 x 1024", 256, 128, True, 1),
-    ("qwen3 64 x 1024", 256, 64, False, 2),
-    ("qwen3 64 x 1024", 512, 128, False, 1),
+    ("qwen3 64 x 1024", 256, 128, 1),
+    ("qwen3 64 x 1024", 256, 64, 2),
+    ("qwen3 64 x 1024", 512, 128, 1),
     ("qwen3 1 x 1024", "XLA"),
-    ("qwen3 1 x 1024", 256, 128, False, 1),
-    ("qwen3 1 x 1024", 256, 128, True, 1),
-    ("qwen3 1 x 1024", 128, 128, False, 1),
-    ("qwen3 1 x 1024", 64, 64, False, 1),
+    ("qwen3 1 x 1024", 256, 128, 1),
+    ("qwen3 1 x 1024", 128, 128, 1),
+    ("qwen3 1 x 1024", 64, 64, 1),
     ("qwen3 1 x 32768", "XLA"),
-    ("qwen3 1 x 32768", 256, 128, False, 1),
-    ("qwen3 1 x 32768", 512, 128, False, 1),
-    ("qwen3 64 x 1 to 2048", 256, 128, False, 1),
-    ("qwen3 64 x 1024 of 8192", 256, 128, False, 1),
+    ("qwen3 1 x 32768", 256, 128, 1),
+    ("qwen3 1 x 32768", 512, 128, 1),
+    ("qwen3 64 x 1 to 2048", 256, 128, 1),
+    ("qwen3 64 x 1024 of 8192", 256, 128, 1),
     ("gpt-oss 64 x 1024 sinks", "XLA"),
-    ("gpt-oss 64 x 1024 sinks", 256, 128, False, 1),
-    ("gpt-oss 64 x 8192 window 128", 256, 128, False, 1),
-    ("mixtral 64 x 1024", 256, 128, False, 1),
+    ("gpt-oss 64 x 1024 sinks", 256, 128, 1),
+    ("gpt-oss 64 x 8192 window 128", 256, 128, 1),
+    ("mixtral 64 x 1024", 256, 128, 1),
     ("mla 64 x 1024", "XLA"),
-    ("mla 64 x 1024", 256, 64, False, 0),
-    ("mla 64 x 1024", 512, 64, False, 0),
+    ("mla 64 x 1024", 256, 64, 0),
+    ("mla 64 x 1024", 512, 64, 0),
     ("mla 1 x 1024", "XLA"),
-    ("mla 1 x 1024", 256, 64, False, 1),
-    ("256 16 x 4096", 256, 64, False, 1),
+    ("mla 1 x 1024", 256, 64, 1),
+    ("256 16 x 4096", 256, 64, 1),
 ]
-CHECKS: list[list[tuple[Cell, tuple[int, int, bool, int]]]] = [
+CHECKS: list[list[tuple[Cell, tuple[int, int, int]]]] = [
     [
-        (Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (256, 128, True, 1)),
-        (Cell("gpt-oss window sinks", 5, 1400, *GPT, window=128, has_sinks=True, is_ragged=True), (256, 128, True, 1)),
+        (Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (256, 128, 1)),
+        (Cell("gpt-oss window sinks", 5, 1400, *GPT, window=128, has_sinks=True, is_ragged=True), (256, 128, 1)),
     ],
     [
-        (Cell("one row of 8192", 1, 8192, *QWEN), (256, 64, True, 2)),
-        (Cell("f16, 4 heads, 3 queries", 5, 776, 8, 2, 128, 128, 3, "float16", is_ragged=True), (128, 64, True, 2)),
+        (Cell("one row of 8192", 1, 8192, *QWEN), (256, 64, 2)),
+        (Cell("f16, 4 heads, 3 queries", 5, 776, 8, 2, 128, 128, 3, "float16", is_ragged=True), (128, 64, 2)),
     ],
     [
-        (Cell("192/128", 4, 776, 16, 2, 192, 128, is_ragged=True), (256, 64, True, 2)),
-        (Cell("64, 8 queries, window", 4, 776, 16, 2, 64, 64, 8, window=50, is_ragged=True), (256, 64, True, 2)),
+        (Cell("192/128", 4, 776, 16, 2, 192, 128, is_ragged=True), (256, 64, 2)),
+        (Cell("64, 8 queries, window", 4, 776, 16, 2, 64, 64, 8, window=50, is_ragged=True), (256, 64, 2)),
     ],
-    [(Cell("256, sinks", 4, 776, 20, 2, 256, 256, has_sinks=True, is_ragged=True), (256, 64, True, 1))],
-    [(Cell("mla", 4, 776, *MLA, is_ragged=True), (256, 64, False, 0))],
-    [(Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (128, 128, False, 1))],
+    [(Cell("256, sinks", 4, 776, 20, 2, 256, 256, has_sinks=True, is_ragged=True), (256, 64, 1))],
+    [(Cell("mla", 4, 776, *MLA, is_ragged=True), (256, 64, 0))],
+    [(Cell("qwen3 ragged", 9, 1000, *QWEN, is_ragged=True), (128, 128, 1))],
 ]
 
 
@@ -270,9 +268,8 @@ def check(index: int, lock: str) -> None:
 
 
 def _words(config: DecodeConfig) -> str:
-    fused = "fused" if config.is_fused else "two launches"
     sizes = f"split {config.split}, {config.block_kv} x {config.num_stages}, {config.columns} columns"
-    return f"{sizes}, {config.num_ctas} CTAs, {fused}{'' if config.swap_ab else ', queries are rows'}"
+    return f"{sizes}, {config.num_ctas} CTAs{'' if config.swap_ab else ', queries are rows'}"
 
 
 def times(index: int, lock: str) -> None:

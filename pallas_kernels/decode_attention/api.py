@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.common.cache_dtypes import check_cache_dtypes
 from pallas_kernels.common.device import hopper_sms
@@ -106,16 +105,12 @@ def decode_attention(
         stacked = () if scales is None else (jnp.stack(scales),)
         pages = () if page_table is None else (page_table,)
         operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *stacked, *pages, *rows)
-        if chosen.is_fused:
-            own_sinks = [] if sinks is None else [_sinks_of_columns(desc, chosen, sinks)]
-            y = kernel(*operands, *own_sinks, _arrivals(chosen.all_tiles(desc)))[0]
-        else:
-            flat = [array.reshape(-1) for array in kernel(*operands)]
-            parts = (*flat, *rows, *stacked, *([] if sinks is None else [sinks]))
-            if rows_out is not None:
-                codes, own_scales = combine_quantized_sm90(desc, chosen, rows_out)(*parts)
-                return codes.reshape(rows_out.num_tokens, -1), own_scales.reshape(rows_out.scale_shape)
-            y = combine_sm90(desc, chosen)(*parts)
+        flat = [array.reshape(-1) for array in kernel(*operands)]
+        parts = (*flat, *rows, *stacked, *([] if sinks is None else [sinks]))
+        if rows_out is not None:
+            codes, own_scales = combine_quantized_sm90(desc, chosen, rows_out)(*parts)
+            return codes.reshape(rows_out.num_tokens, -1), own_scales.reshape(rows_out.scale_shape)
+        y = combine_sm90(desc, chosen)(*parts)
         return y.reshape(*q.shape[:3], desc.value_width)
 
     def reference():
@@ -141,20 +136,6 @@ def queries_in_columns(desc: DecodeDesc, config: DecodeConfig, q: jax.Array) -> 
     q = q.reshape(desc.batch, desc.num_queries, desc.num_kv_heads, desc.group, desc.width).swapaxes(1, 2)
     q = q.reshape(desc.batch, desc.num_kv_heads, desc.num_queries * desc.group, desc.width)
     return jnp.pad(q, ((0, 0), (0, 0), (0, config.num_tiles(desc) * config.columns - desc.columns), (0, 0)))
-
-
-def _sinks_of_columns(desc: DecodeDesc, config: DecodeConfig, sinks: jax.Array) -> jax.Array:
-    """(N,) -> (M, T * C)."""
-    sinks = jnp.tile(sinks.reshape(desc.num_kv_heads, desc.group), (1, desc.num_queries))
-    return jnp.pad(sinks, ((0, 0), (0, config.num_tiles(desc) * config.columns - desc.columns)))
-
-
-def _arrivals(count: int) -> jax.Array:
-    """Zeros that the kernel counts with and leaves as they were, so that they may be a constant of the program.
-
-    The last element keeps XLA from making them anew for each call.
-    """
-    return jnp.asarray(np.append(np.zeros(count, np.int32), np.int32(1)))
 
 
 def _describe(

@@ -21,7 +21,6 @@ from pallas_kernels.common.types import Kernel, Ref, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
-from pallas_kernels.decode_attention.memory_sm90 import scatter
 
 UNROLL = 8
 UNROLL_MANY = 32
@@ -128,6 +127,6 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     carry = added((zero, zero if sink is None else jnp.exp2(sink - top)), first_scores, first_parts)
     numerator, denominator = over_the_others(lambda c, *where: added(c, scores(*where), parts(*where)), carry)
     result = jnp.where(denominator == 0, 0.0, numerator / denominator)
-    result = (result if scales is None else result * scales[1]).astype(desc.dtype)
-    offsets = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value
-    scatter(out, result, jnp.where(is_used, offsets, -1), simt.LANES)
+    result = result if scales is None else result * scales[1]
+    index = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value
+    simt.store_bits(out, index, simt.float_bits(result, desc.dtype), is_used, 2)

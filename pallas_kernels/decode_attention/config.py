@@ -72,7 +72,6 @@ class DecodeConfig:
         block_kv: slots of one step, a divisor of split.
         num_stages: steps of keys and values in shared memory, as they are in the cache.
         num_ctas: persistent CTAs.
-        is_fused: the CTA that ends the last split of a key head adds them up; else a second launch does.
         swap_ab: keys are the rows of the products; else queries are, 64 of a tile, for MLA's latents alone.
     """
 
@@ -81,7 +80,6 @@ class DecodeConfig:
     block_kv: int
     num_stages: int
     num_ctas: int
-    is_fused: bool = True
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = ()
 
@@ -138,8 +136,8 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     if config.split % config.block_kv:
         return f"split={config.split}: a multiple of block_kv={config.block_kv}"
     is_whole = desc.is_latent and desc.value_width % 128 == 0 and (config.columns, config.block_kv) == (64, 64)
-    if not config.swap_ab and (config.is_fused or not is_whole):
-        return "swap_ab=False: for latents in tiles of 64 queries, steps of 64 slots, and two launches"
+    if not config.swap_ab and not is_whole:
+        return "swap_ab=False: for latents in tiles of 64 queries and steps of 64 slots"
     is_wide = config.block_kv * desc.width * config.columns > MAX_SCORES
     is_wide |= 2 * (desc.value_width + config.block_kv) * config.columns > MAX_REGISTERS * WARPGROUP
     if config.swap_ab and is_wide:
@@ -161,8 +159,8 @@ def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) 
     """Why the launch that adds up the splits cannot quantize its outputs as ``rows`` says, or None when it can."""
     if rows.quantization not in WITH_SCALES:
         return f"quantization {rows.quantization!r}; one of {', '.join(WITH_SCALES)}"
-    if config.is_fused or not config.swap_ab:
-        return "is_fused or swap_ab=False: outputs are quantized in a second launch, with keys as rows"
+    if not config.swap_ab:
+        return "swap_ab=False: outputs are quantized with keys as rows"
     if desc.num_queries > 1 or config.num_tiles(desc) > 1 or config.columns not in (8, 16, 32):
         return (
             f"{desc.num_queries} queries, columns={config.columns}: one query, whose heads are one tile of 8, 16 or 32"
@@ -182,7 +180,6 @@ class DecodeForm:
     split: int = 256
     block_kv: int = 128
     ctas_per_sm: int = 1
-    is_fused: bool = False
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = (2048, 12288)
 
@@ -203,13 +200,13 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
         is_many = desc.batch >= MANY_ROWS and desc.columns >= 64
         form = HEADS if not desc.is_latent else MANY_LATENTS if is_many else LATENTS
     if not form.swap_ab:
-        rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, False, form.doubles_at)
+        rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at)
         if config_error(desc, rows) is None:
             return rows
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
     block_kv = form.block_kv if fits else 64
-    config = DecodeConfig(columns, form.split, block_kv, 1, 1, form.is_fused, doubles_at=form.doubles_at)
+    config = DecodeConfig(columns, form.split, block_kv, 1, 1, doubles_at=form.doubles_at)
     items = config.all_tiles(desc) * config.num_splits(desc)
     config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * form.ctas_per_sm, items)))
     for stages in range(2, 13):

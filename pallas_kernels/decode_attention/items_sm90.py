@@ -19,26 +19,21 @@ class Item:
     Args:
         row, head: of the batch, and the key head.
         column: of the key head's, the first one.
-        tile: index among all tiles.
         index: of its partial sums.
         start, length, slot: of the row: slots in use, and the slot of the first query.
         first_step: the first block_kv slots with one in use.
-        num_steps: how many are walked.
-        first_index, num_splits: of the splits of the tile that a query sees; 0 where this is none of them.
+        num_steps: how many are walked; 0 where no query sees the split.
     """
 
     row: Scalar
     head: Scalar
     column: Scalar
-    tile: Scalar
     index: Scalar
     start: Scalar
     length: Scalar
     slot: Scalar
     first_step: Scalar
     num_steps: Scalar
-    first_index: Scalar
-    num_splits: Scalar
 
 
 def seen(desc: DecodeDesc, start: Any, length: Any, slot: Any) -> tuple[Any, Any]:
@@ -85,16 +80,11 @@ class Items:
         row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
         start, length, slot = self._starts[row], self._lengths[row], self._first_slots[row]
         first, end = seen(desc, start, length, slot)
-        size, begin, stop = splits_of(desc, config, first, end)
-        is_empty = first >= end
+        size, _, _ = splits_of(desc, config, first, end)
         first, end = lax.max(first, split * size), lax.min(end, (split + 1) * size)
         first_step = lax.div(first, jnp.int32(block_kv))
         steps = jnp.where(first < end, lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - first_step, 0)
-        # A tile that sees nothing has one split, without a step: so zeros are stored.
-        used = jnp.where(is_empty, jnp.where(split == 0, 1, 0), jnp.where(steps > 0, stop - begin, 0))
-        place = tile * splits
-        slots = (start, length, slot)
-        return Item(row, head, column, tile, place + split, *slots, first_step, steps, place + begin, used)
+        return Item(row, head, column, tile * splits + split, start, length, slot, first_step, steps)
 
     def for_each(self, body: Callable[[Item, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
         """body(item, items before it, steps before it) for those that a query sees; the sums of both in the end."""
@@ -102,7 +92,7 @@ class Items:
         def one(t, carry):
             items, steps = carry
             item = self._item(t)
-            is_used = item.num_splits > 0
+            is_used = item.num_steps > 0
             pl.when(is_used)(lambda: body(item, items, steps))
             return items + jnp.where(is_used, 1, 0), steps + item.num_steps
 

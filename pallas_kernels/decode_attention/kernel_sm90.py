@@ -15,9 +15,8 @@ wgmma knows no product of 16-bit numbers and e4m3. Of a cache in e4m3 the produc
 own, and a third warpgroup writes them as 16-bit numbers into the ring that the consumer reads. The scale of keys goes
 into that of the scores, the one of values into the output.
 
-The CTA that ends the last split of a tile adds the partial sums of all its splits, in their order, and stores the
-output; a tile with one split needs no memory for that. CTAs are counted in ``arrivals``. Without ``is_fused`` a second
-launch adds them (combine_sm90.py). A split's slots do not depend on the batch, so neither do the bits of a token.
+A second launch adds the partial sums of a tile's splits, in their order (combine_sm90.py). A split's slots do not
+depend on the batch, so neither do the bits of a token.
 
 Softmax runs in float32, with scores scaled by log2(e). m starts at a finite floor, so a query that sees nothing has
 l = 0.
@@ -26,7 +25,6 @@ l = 0.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,35 +35,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.pages import PAGE_SLOTS
-from pallas_kernels.common.sm90 import WARPGROUP
-from pallas_kernels.common.types import Kernel, Ref, Scalar, TileRef, Value
+from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
-from pallas_kernels.decode_attention.memory_sm90 import arrive, scatter
 from pallas_kernels.decode_attention.widen_sm90 import widen_tile
 
 FLOOR = -(2.0**100)  # below every score in use, and finite
 LOG2_E = math.log2(math.e)
 PART = 128  # of a value's elements, multiplied at once
-UNROLL_STATS = 8  # splits whose largest scores are loaded at once
 REGISTERS = 240, 24, 240  # of a thread with codes: consumer, producer, converter
-UNROLL_SUMS = 64  # of a thread, partial sums that are loaded at once
-Parts = Sequence[tuple[int, int]]  # (first, size) of the elements of a value
 
 
 def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     """The kernel; config must pass config_error.
 
-    Two launches: (q, k, [v], [scales], [pages], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile,
-    split). With ``is_fused``: (q, k, [v], [scales], [pages], starts, lengths, first_slots, [sinks], arrivals) -> (out,
-    sums, tops, totals), where only out is meant.
+    (q, k, [v], [scales], [pages], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split).
 
     q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; scales
     (2,) float32 where ``is_e4m3``, of keys and of values, of which the second launch takes that of the values; pages
     (B, L / 64) int32 where there are ``num_pages``, which k and v have in place of rows, with 64 slots each; starts,
-    lengths, first_slots (B,) int32; sinks (M, T * C); arrivals (at least B * M * T,) int32, zeros, which are
-    zeros again at the end. sums (B * M * T * splits, V, C) float32, tops and totals (B * M * T * splits, C) float32:
-    those of splits that no query sees are not written. out (B * S * N * V,); queries that see nothing get zeros.
+    lengths, first_slots (B,) int32. sums (B * M * T * splits, V, C) float32, tops and totals (B * M * T * splits, C)
+    float32: those of splits that no query sees are not written.
     """
     dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
     tiled = mosaic.tiled(dtype, 128)
@@ -90,10 +80,9 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
         scratch["codes_empty"] = plgpu.Barrier(num_barriers=config.num_stages)
     sums = jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32)
     stats = jax.ShapeDtypeStruct((items, columns), jnp.float32)
-    out = jax.ShapeDtypeStruct((desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), dtype)
     return plgpu.kernel(
         functools.partial(_kernel, desc, config),
-        out_type=((out,) if config.is_fused else ()) + (sums, stats, stats),
+        out_type=(sums, stats, stats),
         grid=(config.num_ctas,),
         grid_names=("block",),
         num_threads=3 if desc.is_e4m3 else 2,
@@ -114,13 +103,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     v = None if desc.is_latent else rest.pop(0)
     scales = rest.pop(0) if desc.is_e4m3 else None
     pages = rest.pop(0) if desc.num_pages else None
-    starts, lengths, first_slots, *rest = rest
-    sinks: TileRef = None
-    arrivals: TileRef = None
-    outputs = rest
-    if config.is_fused:
-        sinks = rest.pop(0) if desc.has_sinks else None
-        arrivals, *outputs = rest
+    starts, lengths, first_slots, sums_out, tops_out, totals_out = rest
     s = scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
     block_kv, stages = config.block_kv, config.num_stages
@@ -254,29 +237,10 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         sums, top, total = lax.fori_loop(0, item.num_steps, one_step, carry)
         plgpu.barrier_arrive(s["q_empty"].at[place])
         total = jnp.sum(total, axis=0)
-        out, *partial = outputs if config.is_fused else (None, *outputs)
-
-        def store_partial():
-            for (first, size), value in zip(parts, sums, strict=True):
-                partial[0].at[item.index, pl.ds(first, size)][...] = value
-            partial[1].at[item.index][...] = top
-            partial[2].at[item.index][...] = total
-
-        def of_several():
-            store_partial()
-            is_last = arrive(arrivals, item.tile, item.num_splits) == item.num_splits - 1
-            nothing = (carry[0], carry[1], plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), mosaic.COLUMNS))
-            return lax.cond(is_last, lambda: _added(item, parts, partial), lambda: nothing), is_last
-
-        if out is None:
-            store_partial()
-            return
-        is_alone = item.num_splits == 1
-        found, is_last = lax.cond(is_alone, lambda: ((sums, top, total), is_alone), of_several)
-
-        @pl.when(is_last)
-        def _():
-            _finish(desc, item, found, sinks, scales, out)
+        for (first, size), value in zip(parts, sums, strict=True):
+            sums_out.at[item.index, pl.ds(first, size)][...] = value
+        tops_out.at[item.index][...] = top
+        totals_out.at[item.index][...] = total
 
     if desc.is_e4m3:
 
@@ -329,89 +293,3 @@ def _masked(desc: DecodeDesc, item: Item, first: Scalar, scores: Value) -> Value
         if desc.window is not None:
             begin = lax.max(own - (desc.window - 1), lax.broadcast(item.start, scores.shape))
     return jnp.where((slots >= begin) & (slots < end), scores, -jnp.inf)
-
-
-def _added(item: Item, parts: Parts, partial: Sequence[Ref]) -> tuple[tuple[Value, ...], Value, Value]:
-    """(sums of each part, top, total) over the splits of an item's tile, in their order."""
-    sums, tops, totals = partial
-    columns = sums.shape[2]
-
-    def stats(ref, index):
-        return mosaic.load(ref.at[index], layout=mosaic.COLUMNS, optimized=False)
-
-    def at(i):
-        """The last split stands for those past it, with weight 0."""
-        return item.first_index + lax.min(i, item.num_splits - 1)
-
-    def in_steps(unroll: int, body: Callable[[Sequence[Scalar], Any], Any], carry: Any) -> Any:
-        """Over all splits, ``unroll`` of them at once."""
-        rounds = lax.div(item.num_splits + (unroll - 1), jnp.int32(unroll))
-        return lax.fori_loop(0, rounds, lambda i, carry: body([i * unroll + j for j in range(unroll)], carry), carry)
-
-    def highest(indices, top):
-        for value in [stats(tops, at(index)) for index in indices]:
-            top = lax.max(top, value)
-        return top
-
-    def factor(index):
-        found = jnp.exp2(stats(tops, at(index)) - top)
-        return jnp.where(lax.broadcast(index < item.num_splits, top.shape), found, 0.0)
-
-    def add_totals(indices, total):
-        for index, value in [(index, stats(totals, at(index))) for index in indices]:
-            total = total + value * factor(index)
-        return total
-
-    top = plgpu.layout_cast(jnp.full((columns,), FLOOR, jnp.float32), mosaic.COLUMNS)
-    top = in_steps(UNROLL_STATS, highest, top)
-    total = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), mosaic.COLUMNS)
-    total = in_steps(UNROLL_STATS, add_totals, total)
-    added = []
-    for first, size in parts:
-
-        def add_sums(indices, found, first=first, size=size):
-            places = [sums.at[at(index), pl.ds(first, size)] for index in indices]
-            loaded = [mosaic.load(place, layout=mosaic.WGMMA, optimized=False) for place in places]
-            for index, value in zip(indices, loaded, strict=True):
-                found = found + value * lax.broadcast_in_dim(factor(index), found.shape, [1])
-            return found
-
-        unroll = max(1, UNROLL_SUMS * WARPGROUP // (size * columns))
-        added.append(in_steps(unroll, add_sums, zeros((size, columns))))
-    return tuple(added), top, total
-
-
-def _finish(
-    desc: DecodeDesc,
-    item: Item,
-    found: tuple[Sequence[Value], Value, Value],
-    sinks: Ref | None,
-    scales: Ref | None,
-    out: Ref,
-) -> None:
-    """Divide by the sum of the weights, the sinks among them, and store what the columns in use hold."""
-    sums, top, total = found
-    factor = jnp.ones_like(total)
-    if sinks is not None:
-        own = sinks.at[item.head, pl.ds(item.column, top.shape[0])]
-        sink = mosaic.load(own, layout=mosaic.COLUMNS, optimized=False).astype(jnp.float32) * LOG2_E
-        highest = lax.max(top, sink)
-        factor = jnp.exp2(top - highest)
-        total = total * factor + jnp.exp2(sink - highest)
-    factor, first = jnp.where(total == 0, 0.0, factor / total), 0
-    factor = factor if scales is None else factor * scales[1]
-    for part in sums:
-        _store(desc, item, first, part * lax.broadcast_in_dim(factor, part.shape, [1]), out)
-        first += part.shape[0]
-
-
-def _store(desc: DecodeDesc, item: Item, first_value: int, sums: Value, out: Ref) -> None:
-    """Round and store what the columns in use hold, 8 of them at a time: so few offsets are held at once."""
-    for first in range(0, sums.shape[1], 8):
-        part = sums[:, first : first + 8].astype(desc.dtype)
-        columns = plgpu.broadcasted_iota(jnp.int32, part.shape, 1, layout=mosaic.WGMMA) + (item.column + first)
-        group = jnp.full_like(columns, desc.group)
-        query, head = lax.div(columns, group), lax.rem(columns, group) + item.head * desc.group
-        values = plgpu.broadcasted_iota(jnp.int32, part.shape, 0, layout=mosaic.WGMMA) + first_value
-        offsets = ((item.row * desc.num_queries + query) * desc.num_heads + head) * desc.value_width + values
-        scatter(out, part, jnp.where(query < desc.num_queries, offsets, -1))

@@ -35,7 +35,6 @@ from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import FusedMoE, QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.combine import RoutedRows
-from pallas_kernels.decode_attention.config import HEADS
 from tests.support.cases.hopper_layers import E, H, make_layer, on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close, run
 
@@ -706,8 +705,8 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
     written = [line for line in main.splitlines() if line.endswith("-> tensor<4x4x64x64xbf16>")]
     assert not any("}) :" in line or "dynamic_update_slice" in line for line in written)  # no scatter into a cache
     # Equal layers share the text of a kernel: norms without a sum, with attention's parts, with what experts give, and
-    # with a sum that nobody reads at the end; the rotation; one or two for attention.
-    assert text.count("mosaic_gpu_v2") == (6 if HEADS.is_fused else 7)
+    # with a sum that nobody reads at the end; the rotation; two for attention.
+    assert text.count("mosaic_gpu_v2") == 7
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 3), (4, 4), (5, 5)])

@@ -233,8 +233,8 @@ def test_choice_fits():
             assert config_error(desc, config) is None
             items = batch * 2 * config.num_splits(desc)
             assert config.num_ctas == min(SMS * HEADS.ctas_per_sm, items)
-            pair = choose_config(desc, SMS, DecodeForm(block_kv=64, ctas_per_sm=2, is_fused=True))
-            assert pair.num_ctas == min(2 * SMS, items) and pair.is_fused
+            pair = choose_config(desc, SMS, DecodeForm(block_kv=64, ctas_per_sm=2))
+            assert pair.num_ctas == min(2 * SMS, items)
             assert 2 * shared_bytes(desc, pair) <= 228 * 1024 or pair.num_stages == 1
     latent = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True)
     assert config_error(latent, choose_config(latent, SMS)) is None
@@ -253,7 +253,7 @@ def test_latents_in_threads(monkeypatch, options):
     """The body of the kernel whose rows are queries, by a thread for each warpgroup, and its sums added up here."""
     desc = decode_desc(192, 128, "float32", batch=4, num_slots=264, num_heads=40, num_kv_heads=1, is_latent=True)
     desc = dataclasses.replace(desc, **options)
-    config = DecodeConfig(64, 128, 64, 2, 3, is_fused=False, swap_ab=False, doubles_at=(50, 200))
+    config = DecodeConfig(64, 128, 64, 2, 3, swap_ab=False, doubles_at=(50, 200))
     (q, k, _), named, _, _ = make(desc, ((0, 264, 261), (70, 250, 247), (3, 40, 39), (5, 5, 0)))
     for module in (latents_sm90, items_sm90):
         for name, stand_in in warpgroups.stand_ins().items():
@@ -292,14 +292,14 @@ def test_items(monkeypatch, options):
     """Each CTA's items: every split of every row, of the length that the row's own slots ask for, by one of them."""
     monkeypatch.setattr(items_sm90, "pl", warpgroups.stand_ins()["pl"])
     desc = decode_desc(64, 64, batch=6, num_slots=3000, num_heads=4, num_kv_heads=2, **options)
-    config = DecodeConfig(8, 128, 64, 2, 7, is_fused=False, doubles_at=(300, 1000))
+    config = DecodeConfig(8, 128, 64, 2, 7, doubles_at=(300, 1000))
     places = np.array([(0, 3000, 2997), (130, 1131, 1130), (130, 1130, 1129), (5, 306, 305), (5, 305, 304), (9, 0, 0)])
     found, walked = {}, 0
     for cta in range(config.num_ctas):
         work = items_sm90.Items(desc, config, jnp.int32(cta), *jnp.asarray(places.T, jnp.int32))
         for t in range(int(work._count)):
             item = jax.tree.map(int, dataclasses.asdict(work._item(jnp.int32(t))))
-            if item["num_splits"]:
+            if item["num_steps"]:
                 assert item["index"] not in found
                 found[item["index"]] = item
                 walked += item["num_steps"]
@@ -309,18 +309,16 @@ def test_items(monkeypatch, options):
         end = min(length, slot + desc.num_queries)
         size = 128 * 2 ** sum(end - first > bound for bound in config.doubles_at)
         for head in range(2):
-            splits = range(first // size, -(-end // size)) if first < end else range(1)
+            splits = range(first // size, -(-end // size)) if first < end else ()
             places_of_sums = (row * 2 + head) * config.num_splits(desc)
             for split in splits:
                 expected.add(places_of_sums + split)
                 own = found[places_of_sums + split]
-                assert (own["row"], own["head"], own["num_splits"]) == (row, head, len(splits))
-                if first < end:
-                    assert own["first_index"] == places_of_sums + splits[0]
-                    own_first, own_end = max(first, split * size), min(end, (split + 1) * size)
-                    assert own["first_step"] == own_first // 64
-                    assert own["num_steps"] == -(-own_end // 64) - own_first // 64
-                    steps += own["num_steps"]
+                assert (own["row"], own["head"]) == (row, head)
+                own_first, own_end = max(first, split * size), min(end, (split + 1) * size)
+                assert own["first_step"] == own_first // 64
+                assert own["num_steps"] == -(-own_end // 64) - own_first // 64
+                steps += own["num_steps"]
     assert found.keys() == expected and walked == steps
 
 
@@ -332,7 +330,7 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     monkeypatch.setattr(combine_sm90, "UNROLL", 2)
     monkeypatch.setattr(combine_sm90, "UNROLL_MANY", 3)
     desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True)
-    config = DecodeConfig(8, 64, 64, 1, 1, is_fused=False, swap_ab=swap_ab, doubles_at=doubles_at)
+    config = DecodeConfig(8, 64, 64, 1, 1, swap_ab=swap_ab, doubles_at=doubles_at)
     places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
     rng = np.random.default_rng(0)
     tiles, splits, width = config.all_tiles(desc), config.num_splits(desc), desc.value_width
@@ -341,33 +339,30 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     is_seen = np.zeros((3, splits), bool)
     first_row = slice(5) if doubles_at else slice(None)
     is_seen[0, first_row], is_seen[1, 2:4] = True, True  # the first query's window begins at slot 39, in split 0
-    found = np.full(3 * 2 * 6 * width, np.nan)
+    out = Memory(3 * 2 * 6 * width)
 
     def memory(values, is_written: Any = True):
         held = Memory(values.size, values.astype(np.float32).reshape(-1).view(np.int32))
         held.is_written = np.broadcast_to(is_written, values.shape).reshape(-1)
         return held
 
-    def scatter(out, values, offsets, layout):
-        del layout
-        offsets = np.asarray(offsets)
-        out[offsets[offsets >= 0]] = np.asarray(values.astype(jnp.float32))[offsets >= 0]
-
     of_tile = np.repeat(is_seen, tiles // 3, axis=0)[:, :, None]
     refs = [memory(sums if swap_ab else sums.swapaxes(2, 3), of_tile[..., None]), memory(tops, of_tile)]
     refs += [memory(totals, of_tile), *(np.array(place, np.int32) for place in places.values()), memory(sinks)]
-    stand_ins = warpgroups.stand_ins() | dict(simt=simt_of(128), scatter=scatter)
-    for name in ("lax", "mosaic", "simt", "scatter"):
+    stand_ins = warpgroups.stand_ins() | dict(simt=simt_of(128))
+    stand_ins["simt"].float_bits = lambda value, dtype: value.astype(dtype).astype(jnp.float32).view(jnp.int32)
+    for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_sm90, name, stand_ins[name])
     monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
-    body = functools.partial(combine_sm90._kernel, desc, config, *refs, found)
+    body = functools.partial(combine_sm90._kernel, desc, config, *refs, out)
     warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
     weights = np.where(of_tile, np.exp2(tops), 0)
     own = np.exp(np.tile(sinks.reshape(2, 3), (3, 2)))  # tile -> column: the heads of each query
     numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :6]
     expected = numerator / ((totals * weights).sum(1)[:, :6] + own)[..., None]
     expected = expected.reshape(3, 2, 2, 3, width).swapaxes(1, 2)  # row, query, key head, member
-    np.testing.assert_allclose(found, expected.reshape(-1), rtol=2**-8, atol=1e-6)
+    assert out.is_written.all()
+    np.testing.assert_allclose(out.values.view(np.float32), expected.reshape(-1), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_group_ue8m0"])
@@ -376,7 +371,7 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
     """Two key heads of five query heads each, up to five splits, one more than are loaded at once: outputs in float64,
     rounded, and quantized as rows are. Splits of the second row are half as long. In the last row no slot is seen."""
     desc = decode_desc(128, 128, num_heads=10, num_slots=320, has_sinks=True)
-    config = dataclasses.replace(choose_config(desc, SMS), split=32, is_fused=False, doubles_at=(50,))
+    config = dataclasses.replace(choose_config(desc, SMS), split=32, doubles_at=(50,))
     places = {"starts": (0, 130, 0), "lengths": (320, 170, 0), "first_slots": (319, 169, 0)}
     rng, rows = np.random.default_rng(0), rows_of(desc, quantization, 8)
     assert quantizing_error(desc, config, rows) is None and config.columns == 8
@@ -434,8 +429,8 @@ def test_what_is_not_quantized():
 
     assert reasons() == [None, None]
     assert "one of e4m3_row" in quantizing_error(desc, config, rows_of(desc, "mxfp8", 8))
-    fused = dataclasses.replace(config, is_fused=True)
-    assert "second launch" in quantizing_error(desc, fused, rows_of(desc, "e4m3_row", 8))
+    rows = dataclasses.replace(config, swap_ab=False)
+    assert "keys as rows" in quantizing_error(desc, rows, rows_of(desc, "e4m3_row", 8))
     assert all("3 queries" in reason for reason in reasons(num_queries=3))
     assert reasons(value_width=64)[0] is None and "128" in reasons(value_width=64)[1]
     assert "more registers" in reasons(num_heads=128, num_kv_heads=16)[0]
@@ -461,13 +456,12 @@ def test_quantizing_gpu(quantization, options, num_kv_heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", DECODES)
-def test_longer_splits_gpu(name, is_fused):
+def test_longer_splits_gpu(name):
     """Rows with splits of 128, 256 and 512 slots in one batch: as float64, and as each row alone, to the bit."""
     places = ((0, 712, 709), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
     desc = dataclasses.replace(decode_desc(128, 128, **DECODES[name]), batch=len(places))
-    config = dataclasses.replace(choose_config(desc, SMS), split=128, doubles_at=(100, 600), is_fused=is_fused)
+    config = dataclasses.replace(choose_config(desc, SMS), split=128, doubles_at=(100, 600))
     arrays, named, sinks, expected = make(desc, places)
     found = run(desc, arrays, named, sinks, "hopper", config=config)
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
@@ -499,16 +493,14 @@ def test_gpu(widths, name, dtype):
 @pytest.mark.parametrize("width", E4M3_WIDTHS)
 @pytest.mark.parametrize("name", DECODES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_codes_gpu(width, name, dtype, is_fused):
+def test_codes_gpu(width, name, dtype):
     places = ((0, 712, 709), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
     desc = dataclasses.replace(decode_desc(width, width, dtype, **DECODES[name]), batch=len(places), is_e4m3=True)
     arrays, named, sinks, expected = make(desc, places)
-    config = dataclasses.replace(choose_config(desc, SMS), is_fused=is_fused)
-    found = run(desc, arrays, named, sinks, "hopper", config)
+    found = run(desc, arrays, named, sinks, "hopper")
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * SCALES[1] * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES[dtype], 4.0), row_scale=scale)
-    np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper", config))
+    np.testing.assert_array_equal(found, run(desc, arrays, named, sinks, "hopper"))
 
 
 @pytest.mark.gpu
@@ -534,7 +526,7 @@ def test_latents_gpu(options):
     desc = decode_desc(576, 512, batch=len(places), num_heads=128, num_kv_heads=1, is_latent=True, **options)
     (q, k, _), named, sinks, _ = make(desc, places)
     expected = run(desc, (q, k, None), named, sinks, "reference", value_width=512).astype(np.float64)
-    config = DecodeConfig(64, 256, 64, 2, SMS, is_fused=False, swap_ab=False)
+    config = DecodeConfig(64, 256, 64, 2, SMS, swap_ab=False)
     found = run(desc, (q, k, None), named, sinks, "hopper", config, value_width=512)
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES["bfloat16"], 4.0), row_scale=scale)

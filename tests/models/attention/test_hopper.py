@@ -14,7 +14,6 @@ from moe_jax.models.attention import _choice, _hopper
 from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
 from pallas_kernels.attention import prefill
 from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.decode_attention.config import HEADS, LATENTS
 from tests.models.test_partition import mesh_of
 from tests.support.cases.models import VOCAB, assert_logits_close, run
 from tests.support.refusals import refuses
@@ -254,8 +253,7 @@ def test_lowers_with_the_kernels_for_a_hopper_gpu(monkeypatch, queries):
                 return attend(q, k, v, inputs, **options)
 
             text = jax.jit(call).trace(q, k, v, *[place] * 3).lower(lowering_platforms=("cuda",)).as_text()
-            is_fused = queries > 1 or (LATENTS if v is None else HEADS).is_fused
-            assert text.count("mosaic_gpu_v2") == (1 if is_fused else 2) and "dot_general" not in text
+            assert text.count("mosaic_gpu_v2") == (1 if queries > 1 else 2) and "dot_general" not in text
 
 
 def test_decode_steps_that_are_refused(monkeypatch):

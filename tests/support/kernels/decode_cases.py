@@ -51,9 +51,6 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     shapes += [((2,), "float32")] * desc.is_e4m3
     shapes += [((desc.batch, desc.num_slots // PAGE_SLOTS), "int32")] * (desc.num_pages > 0)
     shapes += [((desc.batch,), "int32")] * 3
-    if config.is_fused:
-        shapes += [((desc.num_kv_heads, columns), desc.dtype)] if desc.has_sinks else []
-        shapes += [((config.all_tiles(desc) + 1,), "int32")]
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     name = f"{name}, pages" if desc.num_pages else name
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
@@ -90,22 +87,20 @@ def combine_quantized_cases() -> Iterator[Case]:
 
 
 def decode_cases() -> Iterator[Case]:
-    """Each width and form, in one launch and in two, and the other size of a step."""
+    """Each width and form, and the other size of a step. Sinks are an input of the second launch alone."""
     for widths in WIDTHS:
         for name, options in DECODES.items():
             for dtype in ("bfloat16", "float16"):
                 desc = decode_desc(*widths, dtype, **options)
-                config = dataclasses.replace(choose_config(desc, SMS), is_fused=True)
-                yield decode_case(name, desc, config)
+                if name != "sinks":
+                    yield decode_case(name, desc, choose_config(desc, SMS))
         desc = decode_desc(*widths, num_queries=3, window=150, has_sinks=True)
-        apart = dataclasses.replace(choose_config(desc, SMS), is_fused=False)
-        yield decode_case("three queries, window, two launches", desc, apart)
         if widths[0] == widths[1]:
-            yield combine_case("three queries, window, sinks", desc, apart)
+            yield combine_case("three queries, window, sinks", desc, choose_config(desc, SMS))
             many = decode_desc(*widths, num_slots=70_000)
             yield combine_case("many slots", many, choose_config(many, SMS))
         for columns, block_kv in ((8, 64), (8, 128), (32, 64), (32, 128)):
-            other = DecodeConfig(columns, 512, block_kv, 1, SMS, is_fused=False)
+            other = DecodeConfig(columns, 512, block_kv, 1, SMS)
             if config_error(desc, other) is None:
                 yield decode_case(f"{columns} columns", desc, other)
     for width in E4M3_WIDTHS:
@@ -114,18 +109,18 @@ def decode_cases() -> Iterator[Case]:
             desc = decode_desc(width, width, dtype, is_e4m3=True, **options)
             config = choose_config(desc, SMS)
             yield combine_case(name, desc, config)
-            yield decode_case(name, desc, dataclasses.replace(config, is_fused=name == "sinks"))
+            if name != "sinks":
+                yield decode_case(name, desc, config)
         for is_e4m3 in (False, True):
             desc = decode_desc(width, width, num_slots=704, num_pages=40, is_e4m3=is_e4m3)
             yield decode_case("one query", desc, choose_config(desc, SMS))
     for name, options in DECODES.items():
         desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
         config = choose_config(desc, SMS, DecodeForm())
-        yield decode_case(f"latent, {name}", desc, dataclasses.replace(config, is_fused=True))
-        if not desc.has_sinks:  # they are an input of the second launch alone
-            yield decode_case(f"latent, {name}, two launches", desc, config)
+        if name != "sinks":
+            yield decode_case(f"latent, {name}", desc, config)
         yield combine_case(f"latent, {name}", desc, config)
-        rows = DecodeConfig(64, 256, 64, 2, SMS, is_fused=False, swap_ab=False)
-        if name != "many slots":  # spills 112 bytes, outside the loop over steps
+        rows = DecodeConfig(64, 256, 64, 2, SMS, swap_ab=False)
+        if name not in ("sinks", "many slots"):  # the last spills 112 bytes, outside the loop over steps
             yield decode_case(f"latent, {name}, queries are rows", desc, rows)
         yield combine_case(f"latent, {name}, queries are rows", desc, rows)
