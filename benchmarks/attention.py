@@ -34,17 +34,15 @@ def configs(width: int, value_width: int) -> list[PrefillConfig]:
         (64, 64): [
             PrefillConfig(128, 4, SMS, query_stages=2),
             PrefillConfig(128, 4, SMS),
-            PrefillConfig(128, 4, SMS, query_stages=2, takes_turns=False),
             PrefillConfig(64, 6, SMS, query_stages=2),
         ],
         (128, 128): [
             PrefillConfig(128, 2, SMS, query_stages=2),
             PrefillConfig(128, 2, SMS),
-            PrefillConfig(128, 2, SMS, query_stages=2, takes_turns=False),
         ],
-        (192, 128): [PrefillConfig(128, 2, SMS), PrefillConfig(64, 3, SMS, store_slots=2)],
+        (192, 128): [PrefillConfig(128, 2, SMS), PrefillConfig(64, 3, SMS)],
         (192, 192): [PrefillConfig(64, 3, SMS)],
-        (256, 256): [PrefillConfig(64, 2, SMS), PrefillConfig(64, 2, SMS, takes_turns=False)],
+        (256, 256): [PrefillConfig(64, 2, SMS)],
     }
     return found[width, value_width]
 
@@ -172,10 +170,7 @@ def check(job: list[Any]) -> None:
 
 
 def _words(config: PrefillConfig) -> str:
-    return (
-        f"kv {config.block_kv:3d} x {config.num_stages}, q x {config.query_stages}, out x {config.store_slots}, "
-        f"{'turns' if config.takes_turns else 'no turns'}"
-    )
+    return f"kv {config.block_kv:3d} x {config.num_stages}, q x {config.query_stages}"
 
 
 @dataclasses.dataclass(frozen=True)

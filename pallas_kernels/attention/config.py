@@ -71,19 +71,12 @@ class PrefillConfig:
         num_stages: steps of keys and values in shared memory.
         num_sms: persistent CTAs.
         query_stages: tiles of queries in shared memory.
-        takes_turns: the consumers issue their products one after the other, so that one's softmax runs beside the
-            other's products.
-        store_slots: pieces of 64 columns of the output that a consumer has on their way to memory.
-        registers: of a thread, (consumer, producer).
     """
 
     block_kv: int
     num_stages: int
     num_sms: int
     query_stages: int = 1
-    takes_turns: bool = True
-    store_slots: int = 1
-    registers: tuple[int, int] = (240, 24)
 
 
 def shared_bytes(desc: PrefillDesc, config: PrefillConfig) -> int:
@@ -92,7 +85,7 @@ def shared_bytes(desc: PrefillDesc, config: PrefillConfig) -> int:
         (config.query_stages, BLOCK_Q, desc.width),
         (config.num_stages, config.block_kv, desc.width),
         (config.num_stages, config.block_kv, desc.value_width),
-        (2, config.store_slots, ROWS, STORE_COLUMNS),
+        (2, ROWS, STORE_COLUMNS),
     ]
     return sum(smem_bytes(shape, desc.dtype) for shape in shapes) + _BARRIERS
 
@@ -114,11 +107,6 @@ def config_error(desc: PrefillDesc, config: PrefillConfig) -> str | None:
         return f"block_kv={config.block_kv} in pages: queries come in as many copies, so 64, 128 or 256"
     if config.num_stages < 2 or config.query_stages < 1:
         return f"num_stages={config.num_stages}, query_stages={config.query_stages}: at least 2 and 1"
-    if (desc.value_width // STORE_COLUMNS) % config.store_slots:
-        return f"store_slots={config.store_slots}: a divisor of {desc.value_width // STORE_COLUMNS}"
-    consumer, producer = config.registers
-    if 2 * consumer + producer > 3 * 168:
-        return f"registers={config.registers}: more than a CTA of three warpgroups has"
     if (size := shared_bytes(desc, config)) > SMEM_BYTES:
         return f"{size} bytes of shared memory, there are {SMEM_BYTES}"
     return None

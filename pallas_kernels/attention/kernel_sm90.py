@@ -20,7 +20,7 @@ memory, since 0 * NaN is NaN.
 
 Of a cache in pages a step is a copy of each of its pages; the producer reads the table.
 
-With takes_turns the consumers issue their products alternately, so that one's softmax runs beside the other's products.
+The consumers issue their products alternately, so that one's softmax runs beside the other's products.
 """
 
 import dataclasses
@@ -44,6 +44,7 @@ from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 
 _FLOOR = -(2.0**100)  # below every score in use, and finite
 _LOG2_E = math.log2(math.e)
+REGISTERS = 240, 24  # of a thread: consumer, producer
 
 
 def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
@@ -66,10 +67,10 @@ def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
         q=buffer(config.query_stages, BLOCK_Q, desc.width),
         k=buffer(stages, config.block_kv, desc.width),
         v=buffer(stages, config.block_kv, desc.value_width),
-        staging=buffer(2, config.store_slots, ROWS, STORE_COLUMNS),
+        staging=buffer(2, ROWS, STORE_COLUMNS),
         full=plgpu.Barrier(
             num_arrivals=num_copies(desc, config),
-            num_barriers=2 * stages + config.query_stages + 2 * config.takes_turns,
+            num_barriers=2 * stages + config.query_stages + 2,
         ),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages + config.query_stages),
     )
@@ -151,12 +152,12 @@ def _kernel(desc: PrefillDesc, config: PrefillConfig, *refs: TileRef, **scratch:
 
     @pl.when(warpgroup == 2)
     def _():
-        plgpu.set_max_registers(config.registers[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
         _produce(cta)
 
     @pl.when(warpgroup < 2)
     def _():
-        plgpu.set_max_registers(config.registers[0], action="increase")
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
         _consume(cta, warpgroup)
 
 
@@ -227,13 +228,11 @@ def _produce(cta: _Cta) -> None:
 
 
 def _consume(cta: _Cta, warpgroup: Scalar) -> None:
-    config = cta.config
     count = cta.num_tiles()
-    if config.takes_turns:
 
-        @pl.when(warpgroup == 1)
-        def _():
-            cta.give_turn(0)
+    @pl.when(warpgroup == 1)
+    def _():
+        cta.give_turn(0)
 
     def one_tile(t, first):
         tile = cta.tile(t)
@@ -245,11 +244,10 @@ def _consume(cta: _Cta, warpgroup: Scalar) -> None:
 
     lax.fori_loop(0, count, one_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
-    if config.takes_turns:
 
-        @pl.when(warpgroup == 0)
-        def _():
-            plgpu.barrier_wait(cta.turn(0))
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.barrier_wait(cta.turn(0))
 
 
 def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scalar, out: TileRef) -> None:
@@ -264,8 +262,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
     def scores(i: Scalar, beside: Callable[[], None] | None) -> Value:
         """Of step i, not yet waited for where a product is issued ``beside`` it."""
         stage = cta.stage(first + i)
-        if config.takes_turns:
-            plgpu.barrier_wait(cta.turn(warpgroup))
+        plgpu.barrier_wait(cta.turn(warpgroup))
 
         def product(accumulator):
             plgpu.wgmma(accumulator, q, scratch["k"].at[stage].transpose((1, 0)))
@@ -274,8 +271,7 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
         found = pl.run_scoped(product, mosaic.Accumulator(shape, jnp.float32))
         if beside is not None:
             beside()
-        if config.takes_turns:
-            cta.give_turn(1 - warpgroup)
+        cta.give_turn(1 - warpgroup)
         plgpu.wgmma_wait(0 if beside is None else 1)
         plgpu.barrier_arrive(cta.empty("k", stage))
         return lax.optimization_barrier(found)
@@ -357,11 +353,10 @@ def _attend(cta: _Cta, warpgroup: Scalar, tile: Tile, place: Scalar, first: Scal
 
 
 def _store(cta: _Cta, warpgroup: Scalar, tile: Tile, rounded: Value) -> None:
-    """Write a consumer's (64, V) of the output through its staging slots; rows past the last query are dropped."""
-    slots, rows = cta.config.store_slots, pl.ds(tile.query + warpgroup * ROWS, ROWS)
-    for index, start in enumerate(range(0, cta.desc.value_width, STORE_COLUMNS)):
-        staging = cta.scratch["staging"].at[warpgroup, index % slots]
-        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+    """Write a consumer's (64, V) of the output through its staging slot; rows past the last query are dropped."""
+    staging, rows = cta.scratch["staging"].at[warpgroup], pl.ds(tile.query + warpgroup * ROWS, ROWS)
+    for start in range(0, cta.desc.value_width, STORE_COLUMNS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         staging[...] = rounded[:, start : start + STORE_COLUMNS]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staging, cta.out.at[tile.row, rows, tile.head, pl.ds(start, STORE_COLUMNS)])

@@ -202,8 +202,6 @@ def test_config_error():
         (dict(block_kv=96), "block_kv=96"),
         (dict(num_stages=4), "bytes of shared memory"),
         (dict(num_stages=1), "num_stages=1"),
-        (dict(store_slots=3), "store_slots=3: a divisor of 2"),
-        (dict(registers=(240, 40)), "registers"),
     ):
         assert why in config_error(desc, dataclasses.replace(fits, **wrong))
     in_pages = dict(num_pages=9, num_slots=704, has_sequences=True)
@@ -331,8 +329,8 @@ BARRIER_FORMS = {
 @pytest.mark.parametrize("options", BARRIER_FORMS.values(), ids=BARRIER_FORMS)
 @pytest.mark.parametrize(
     "config",
-    [PrefillConfig(64, 2, 2), PrefillConfig(128, 3, 3, query_stages=2), PrefillConfig(64, 2, 3, takes_turns=False)],
-    ids=lambda c: f"{c.block_kv}x{c.num_stages} in {c.num_sms} CTAs" + ("" if c.takes_turns else ", no turns"),
+    [PrefillConfig(64, 2, 2), PrefillConfig(128, 3, 3, query_stages=2)],
+    ids=lambda c: f"{c.block_kv}x{c.num_stages} in {c.num_sms} CTAs",
 )
 @pytest.mark.sample(3)
 def test_body_in_threads(monkeypatch, config, options):
@@ -363,10 +361,10 @@ def test_body_in_threads(monkeypatch, config, options):
             q=(config.query_stages, 128, 64),
             k=(config.num_stages, config.block_kv, 64),
             v=(config.num_stages, config.block_kv, 64),
-            staging=(2, 1, 64, 64),
+            staging=(2, 64, 64),
         )
         memory = {name: warpgroups.Memory(np.full(shape, np.nan, np.float32)) for name, shape in memory.items()}
-        full = warpgroups.Barriers(rings + 2 * config.takes_turns, num_arrivals=kernel_sm90.num_copies(desc, config))
+        full = warpgroups.Barriers(rings + 2, num_arrivals=kernel_sm90.num_copies(desc, config))
         return dict(memory, full=full, empty=warpgroups.Barriers(rings, num_arrivals=2))
 
     refs = [warpgroups.Memory(np.asarray(array)) for array in (*inputs, out)]

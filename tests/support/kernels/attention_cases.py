@@ -47,7 +47,6 @@ def prefill_case(name: str, desc: PrefillDesc, config: PrefillConfig) -> Case:
     if desc.has_scales:
         shapes += [((1,), "float32")] * 2
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
-    form += "" if config.takes_turns else ", no turns"
     form += ", pages" if desc.num_pages else ""
     form += ", scales" if desc.has_scales else ""
     return Case(f"prefill {form}", prefill_sm90(desc, config), tuple(shapes), "HGMMA")
@@ -68,7 +67,6 @@ def prefill_cases() -> Iterator[Case]:
             yield prefill_case(name, desc, choose_config(desc, SMS))
         desc = prefill_desc(*widths)
         chosen = choose_config(desc, SMS)
-        yield prefill_case("causal", desc, dataclasses.replace(chosen, takes_turns=not chosen.takes_turns))
         narrow = dataclasses.replace(chosen, block_kv=64)
         if chosen.block_kv > 64 and config_error(desc, narrow) is None:
             yield prefill_case("causal", desc, narrow)
