@@ -41,6 +41,16 @@ from tests.support.cases.models import VOCAB, assert_logits_close, run
 _Hopper: Any = type(BACKENDS["hopper"])
 
 
+@functools.cache
+def _quantize(scheme):
+    return jax.jit(method_for(scheme).quantize_matrix)
+
+
+def quantize(scheme, weight):
+    """What a scheme makes of a matrix, by one program for each shape."""
+    return _quantize(scheme)(weight)
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Names of the kernels in all traced calls, one for equal layers, "router" behind one that multiplies with it and
@@ -119,14 +129,15 @@ def test_a_router_with_the_norm(case, calls, monkeypatch, name):
     nowhere else; behind post-norms there is no norm in front of it."""
     directory, ids = case(name).directory, jnp.arange(8).reshape(2, 4) % VOCAB
     ours, theirs = (moe_jax.load_pretrained(directory, dtype="float32", attention=one) for one in ("auto", "xla"))
-    (expected, wanted), routed, multiply = theirs(ids, return_stats=True), [], Linear.__call__
+    score = jax.jit(lambda model, mask: model(ids, attention_mask=mask, return_stats=True))
+    (expected, wanted), routed, multiply = score(theirs, None), [], Linear.__call__
 
     def recorded(self, x):
         routed.extend([self] * (self.out_dtype == jnp.float32))
         return multiply(self, x)
 
     monkeypatch.setattr(Linear, "__call__", recorded)
-    found, stats = ours(ids, return_stats=True)
+    found, stats = score(ours, None)
     is_taken = not ours.config.is_post_norm
     assert ("router" in calls) == is_taken and len(routed) == (0 if is_taken else len(ours.moe_blocks()))
     assert_logits_close(np.asarray(found), np.asarray(expected))
@@ -134,9 +145,9 @@ def test_a_router_with_the_norm(case, calls, monkeypatch, name):
     np.testing.assert_allclose(stats.router_logits, wanted.router_logits, rtol=1e-4, atol=1e-5)
     del routed[:]
     mask = np.arange(4) >= [[0], [2]]
-    found, stats = ours(ids, attention_mask=mask, return_stats=True)
+    found, stats = score(ours, mask)
     assert len(routed) == (0 if is_taken else len(ours.moe_blocks()))
-    expected, wanted = theirs(ids, attention_mask=mask, return_stats=True)
+    expected, wanted = score(theirs, mask)
     assert_logits_close(np.asarray(found)[mask], np.asarray(expected)[mask])
     np.testing.assert_allclose(stats.router_logits, wanted.router_logits, rtol=1e-4, atol=1e-5)
 
@@ -280,7 +291,7 @@ def test_what_is_not_routed_with_the_norm():
     adapted, quantized = router(), router()
     adapted.lora = object()
     scheme = Scheme.parse("fp8_channel")
-    matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.ones((6, 512))), scheme)
+    matrix = QuantizedMatrix(quantize(scheme, jnp.ones((6, 512))), scheme)
     quantized.weight = QuantizedParam(matrix, eager_sharding=False)
     assert not is_taken(adapted) and not is_taken(quantized)
 
@@ -329,7 +340,7 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name, is_joined):
     for size in (256, 128):
         modules.append(Linear(hidden, size))
         weights.append(rng.standard_normal((size, hidden)).astype(np.float32) * hidden**-0.5)
-        matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.asarray(weights[-1])), scheme)
+        matrix = QuantizedMatrix(quantize(scheme, jnp.asarray(weights[-1])), scheme)
         modules[-1].weight = QuantizedParam(matrix, eager_sharding=False)
     backends = {("reference",): BACKENDS["reference"], None: _Joining() if is_joined else _Rows()}
     monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backends[implementation])
@@ -355,7 +366,7 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name, is_joined):
         normal = norm((x.astype(jnp.float32) + addend.whole(jnp.float32)).astype(x.dtype))
         return multiply(normal, modules[0].weight.get_value(), out_dtype=x.dtype, implementation=("reference",)).sum()
 
-    ours, theirs = (np.asarray(jax.grad(f)(x), np.float64) for f in (loss, plain_loss))
+    ours, theirs = (np.asarray(jax.jit(jax.grad(f))(x), np.float64) for f in (loss, plain_loss))
     np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
 
 
@@ -382,7 +393,8 @@ def test_projections_of_one_token(calls, has_biases):
         normal = norm((x.astype(jnp.float32) + addend.whole(jnp.float32)).astype(dtype))
         return sum(module(normal).astype(jnp.float32).sum() for module in modules)
 
-    ours, theirs = (np.asarray(jax.grad(loss)(x, is_fused), np.float64) for is_fused in (True, False))
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    ours, theirs = (np.asarray(gradient(x, is_fused), np.float64) for is_fused in (True, False))
     np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
     rows = RoutedRows(x[0], jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
     for more in (rows, None):  # rows of experts are added by a launch of the norm
@@ -405,7 +417,8 @@ def test_products_of_one_token(calls):
         y = _fused.product_by_kernel(modules, x, 132).parts if is_fused else [module(x) for module in modules]
         return sum(one.astype(jnp.float32).sum() for one in y)
 
-    np.testing.assert_allclose(*(np.asarray(jax.grad(loss)(x, own), np.float32) for own in (True, False)), atol=1e-2)
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    np.testing.assert_allclose(*(np.asarray(gradient(x, own), np.float32) for own in (True, False)), atol=1e-2)
     for sms, tokens in ((None, x), (132, jnp.ones((2, 1, 512), x.dtype)), (132, x.astype(jnp.float32))):
         assert _fused.product_by_kernel(modules, tokens, sms) is None
     assert _fused.product_by_kernel(modules, x[:0], 132) is None
@@ -442,7 +455,8 @@ def test_products_of_many_rows(calls, num_tokens):
             return _fused.product_by_kernel(modules, x, 132).whole(jnp.float32).sum()
         return sum(module(x).astype(jnp.float32).sum() for module in modules)
 
-    np.testing.assert_allclose(*(np.asarray(jax.grad(loss)(x, own), np.float32) for own in (True, False)), atol=1e-2)
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    np.testing.assert_allclose(*(np.asarray(gradient(x, own), np.float32) for own in (True, False)), atol=1e-2)
     for count in (1, 255, 1025):
         rows = jnp.ones((1, count, 128), x.dtype)
         assert (_fused.product_by_kernel(modules, rows, 132) is None) == (count > 1)
@@ -457,7 +471,7 @@ def test_what_is_not_projected_with_the_norm(calls, monkeypatch):
     plain = Linear(512, 128, rngs=nnx.Rngs(0))
     assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None
     scheme = Scheme.parse("fp8_block")
-    plain.weight = QuantizedParam(QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.ones((128, 512))), scheme))
+    plain.weight = QuantizedParam(QuantizedMatrix(quantize(scheme, jnp.ones((128, 512))), scheme))
     assert _fused.added_and_projected(norm, x, None, (plain,), 132) is None  # XLA's, on a CPU
     monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: _Rows())
     assert _fused.added_and_projected(norm, x, None, (plain,), None) is None
@@ -479,7 +493,7 @@ def test_side_by_side(monkeypatch, name):
     for index, size in enumerate((256, 64, 192)):
         modules.append(Linear(256, size))
         weight = rng.standard_normal((size, 256)).astype(np.float32) * 10**index
-        matrix = QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.asarray(weight)), scheme)
+        matrix = QuantizedMatrix(quantize(scheme, jnp.asarray(weight)), scheme)
         held = hopper_matrix.to_kernel_layout(matrix, jnp.bfloat16)
         modules[-1].weight = QuantizedParam(held, eager_sharding=False)
         modules[-1].bias = nnx.data(nnx.Param(jnp.asarray(rng.standard_normal(size), jnp.bfloat16)))
@@ -503,7 +517,7 @@ def test_what_is_not_joined():
 
     def matrix(name, n=128, k=256):
         scheme = Scheme.parse(name)
-        return QuantizedMatrix(method_for(scheme).quantize_matrix(jnp.ones((n, k))), scheme)
+        return QuantizedMatrix(quantize(scheme, jnp.ones((n, k))), scheme)
 
     one = matrix("fp8_block")
     assert hopper_matrix.refusal((one, matrix("fp8_block", 64)), jnp.bfloat16) is None
@@ -519,7 +533,7 @@ def test_gate_and_up_in_one_product(monkeypatch):
     """The bits of two products, in a dense feed-forward layer of quantized weights."""
     scheme, rng, mlp = Scheme.parse("fp8_block"), np.random.default_rng(0), GatedMLP(256, 384, rngs=nnx.Rngs(0))
     for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
-        matrix = method_for(scheme).quantize_matrix(module.weight[...].astype(jnp.float32))
+        matrix = quantize(scheme, module.weight[...].astype(jnp.float32))
         module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
     x, found = jnp.asarray(rng.standard_normal((5, 256)), jnp.bfloat16), []
     for backend in (_Rows(), _Joining()):
@@ -544,7 +558,7 @@ def test_projections_of_latent_attention(case, calls, monkeypatch, rank):
         config = dataclasses.replace(config, mla=mla, **sizes)
         model = DeepseekV3ForCausalLM(config, attention=attention, rngs=nnx.Rngs(0))
         for module in model.layers[0].self_attn._into():
-            matrix = method_for(scheme).quantize_matrix(module.weight[...].astype(jnp.float32))
+            matrix = quantize(scheme, module.weight[...].astype(jnp.float32))
             module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
         del calls[:]
         answer = jax.jit(lambda model, ids, cache: model(ids, cache=cache)[0])  # a new one, traced with this backend
