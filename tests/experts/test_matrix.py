@@ -36,7 +36,7 @@ def matrix_of(name, rng, n=N, k=K):
         elif leaf == "weight_g_idx":
             leaves[leaf] = rng.permutation(np.arange(k, dtype=np.int32) // fmt.group_size)
     plain = Scheme.parse(name.replace("_actorder", "")).weight_format
-    made = method_for(Scheme("", plain)).quantize_stack(w[None], jnp.float32)
+    made = jax.jit(method_for(Scheme("", plain)).quantize_stack, static_argnums=1)(w[None], jnp.float32)
     leaves |= {leaf: np.asarray(value[0]) for leaf, value in made.items()}
     return QuantizedMatrix(jax.tree.map(jnp.asarray, method.process_matrix(leaves, n, k)), scheme)
 
@@ -66,7 +66,8 @@ def test_product(implementation, name, dtype):
     rng = np.random.default_rng(0)
     matrix, bias = matrix_of(name, rng), jnp.asarray(rng.standard_normal(N), dtype)
     x = jnp.asarray(rng.standard_normal((1, T, K)) * np.exp2(rng.integers(-3, 4, (1, T, 1))), dtype)
-    y = multiply(x, matrix, bias, out_dtype=x.dtype, implementation=(implementation,))
+    product = functools.partial(multiply, out_dtype=x.dtype, implementation=(implementation,))
+    y = jax.jit(product)(x, matrix, bias)
     assert y.shape == (1, T, N) and y.dtype == x.dtype
     assert_close(y[0], x[0], matrix, bias)
 
@@ -82,12 +83,12 @@ def test_product_of_the_kernels(name, out_dtype, num_tokens):
     """What surrounds the Hopper kernels, with their references inside: tiles, rows in use, layouts and scales."""
     rng = np.random.default_rng(4)
     plain = matrix_of(name, rng)
-    matrix = to_kernel_layout(plain, jnp.bfloat16)
+    matrix = jax.jit(functools.partial(to_kernel_layout, dtype=jnp.bfloat16))(plain)
     assert hopper_refusal(matrix, jnp.bfloat16) is None
-    jax.tree.map(np.testing.assert_array_equal, to_plain_layout(matrix), plain)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(to_plain_layout)(matrix), plain)
     x = jnp.asarray(rng.standard_normal((num_tokens, K)), jnp.bfloat16)
     bias = jnp.asarray(rng.standard_normal(N), jnp.bfloat16)
-    y = run_kernels(x, matrix, bias, jnp.dtype(out_dtype), kernels="reference")
+    y = jax.jit(functools.partial(run_kernels, out_dtype=jnp.dtype(out_dtype), kernels="reference"))(x, matrix, bias)
     assert y.shape[0] >= num_tokens and y.shape[1] == N and y.dtype == out_dtype
     assert_close(y[:num_tokens], x, plain, bias, is_rounded=True)
 
