@@ -218,9 +218,10 @@ def test_config_error():
     assert "block_kv=192 in pages" in config_error(dataclasses.replace(narrow, num_pages=9, num_slots=704), three)
 
 
-@pytest.mark.parametrize("block_kv", [64, 128])
 @pytest.mark.parametrize("window", [None, 1, 50, 129, 400])
 @pytest.mark.parametrize("form", ["causal", "not causal", "sequences"])
+@pytest.mark.parametrize("block_kv", [64, 128])
+@pytest.mark.sample(2)  # each window beside each form once, in steps of 64 and of 128 by turns
 def test_schedule(block_kv, window, form):
     """Every tile is taken once; its steps hold every slot that a query sees; no step is without one but where the tile
     sees none at all; a step without a mask is seen as a whole.
@@ -294,7 +295,7 @@ def test_causal_work_is_even():
 
 
 @pytest.mark.parametrize("case", prefill_cases(), ids=lambda case: case.name)
-@pytest.mark.sample(6)
+@pytest.mark.sample(10)  # each width, form and source of slots
 def test_lowers_for_cuda(case):
     assert case.launches() == 1
 
