@@ -330,6 +330,7 @@ def pairs_by_loop(tile_expert, num_tiles, tile_rows, block_m):
     ],
     ids=str,
 )
+@pytest.mark.sample(5)  # each routing, and beside several of them each number of spare tiles, with rows and without
 def test_pairs(sizes, spare, has_tile_rows):
     """Beside a loop; in tables without a tile to spare the last pair ends at the last tile, or has one tile."""
     tile_expert, tile_rows, _ = tiles_of(sizes, 128, spare)
