@@ -52,6 +52,7 @@ def assert_wrong_layers_fail(judge, right):
 
 
 @pytest.mark.parametrize("scheme", QUANTIZED)
+@pytest.mark.sample(2)  # each kind of grid; every scheme is judged in bfloat16 below
 def test_layers_in_float32(scheme):
     judge = judge_of(scheme, "float32", kernels=False)
     call = jax.jit(lambda x, p, ids, w: fused_experts(x, p, ids, w, judge.config))
