@@ -91,8 +91,7 @@ def ours(options: Any, rows: int) -> dict[str, Any]:
     def nbytes(tree: Any) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
-    built: Any = read_family(sizes_of(options), options.model)
-    family, config = built
+    family, config = read_family(sizes_of(options), options.model)
     schemes = dict.fromkeys(range(options.layers), moe_jax.Scheme.parse(options.scheme))
     dtype = jnp.float32 if options.tiny else jnp.bfloat16  # some bfloat16 products do not run on a CPU
     model = family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))

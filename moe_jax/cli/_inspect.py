@@ -19,7 +19,7 @@ from moe_jax.loading import Checkpoint, QuantizationConfig, as_packed, checkpoin
 from moe_jax.loading._errors import ranges, shorten
 from moe_jax.loading.layer._names import is_correction_bias_name, is_expert_name
 from moe_jax.loading.layer._reader import HeaderCheck
-from moe_jax.models import CausalLM, DecoderConfig, MoEBlockConfig, MoEFamily, read_family
+from moe_jax.models import CausalLM, DecoderConfig, read_family
 from moe_jax.models._counts import check_counts
 from moe_jax.models._dense_loader import DenseTensor, dense_names, keep_as_stored, plan_dense, skipped_layers
 from moe_jax.quantization import Scheme, method_for
@@ -84,15 +84,14 @@ class DenseRun:
 class CheckpointReport:
     """What ``inspect_checkpoint`` found.
 
-    family: config.json's model_type. config: None when it is not understood; a ``DecoderConfig`` where the whole model
-    can be loaded. quantization: method and format in the words of config.json. problems: one line each, as loading
-    would say it; empty when all is in order. left_out: first word of names -> number of tensors that the model has no
-    part for, such as those of a vision model.
+    family: config.json's model_type. config: None when it is not understood. quantization: method and format in the
+    words of config.json. problems: one line each, as loading would say it; empty when all is in order. left_out: first
+    word of names -> number of tensors that the model has no part for, such as those of a vision model.
     """
 
     directory: str
     family: str
-    config: MoEBlockConfig | None
+    config: DecoderConfig | None
     quantization: str
     files: tuple[str, ...]
     num_tensors: int
@@ -169,7 +168,7 @@ class _Look:
     def __init__(self, checkpoint: Any, num_tokens: int):
         self._checkpoint, self._num_tokens = checkpoint, num_tokens
         self._problems: dict[str, None] = {}  # in order, and each said once
-        self.config: MoEBlockConfig | None = None
+        self.config: DecoderConfig | None = None
         self.expert_runs: tuple[ExpertRun, ...] = ()
         self.dense_runs: tuple[DenseRun, ...] = ()
         self.left_out: Mapping[str, int] = {}
@@ -216,8 +215,8 @@ class _Look:
 
     def _check_model(
         self,
-        family: type[MoEFamily],
-        config: MoEBlockConfig,
+        family: type[CausalLM],
+        config: DecoderConfig,
         reader: HeaderCheck,
         quantization: QuantizationConfig,
     ) -> None:
@@ -242,16 +241,10 @@ class _Look:
         self.left_out = family.left_out(checkpoint.names)
         account = set(dense_names(checkpoint.names, config.num_layers, family.other_modules))
         with self._noting():
-            if issubclass(family, CausalLM) and isinstance(config, DecoderConfig):
-                model = family(config)
-                if model.lm_head is None:  # a file may hold the tied head as well
-                    account.discard(f"{family.head_module}.weight")
-                modules = model.dense_modules()
-            else:
-                modules, prefixes = {}, tuple(f"{family.moe_prefix(layer)}." for layer in config.moe_layers)
-                for layer in config.moe_layers:
-                    modules |= family.moe_dense_modules(family.make_moe_block(config, layer), layer)
-                account = {name for name in account if name.startswith(prefixes)}
+            model = family(config)
+            if model.lm_head is None:  # a file may hold the tied head as well
+                account.discard(f"{family.head_module}.weight")
+            modules = model.dense_modules()
             keep_as_stored(modules, checkpoint, quantization, dtype=jnp.bfloat16)
             plan = plan_dense(modules, checkpoint, quantization, where=where, account=account)
             self.dense_runs = _dense_runs(plan)
@@ -319,7 +312,7 @@ def _quantization(stated: Any) -> str:
     return " ".join((f"{method} ({', '.join(details)})" if details else method).split())
 
 
-def _architecture(config: MoEBlockConfig) -> list[tuple[str, str]]:
+def _architecture(config: DecoderConfig) -> list[tuple[str, str]]:
     dense = config.num_layers - len(config.moe_layers)
     rows = [
         (
@@ -335,11 +328,9 @@ def _architecture(config: MoEBlockConfig) -> list[tuple[str, str]]:
     if config.shared_intermediate_size:
         gate = ", behind a sigmoid gate" if config.has_shared_expert_gate else ""
         rows.append(("shared experts", f"intermediate size {config.shared_intermediate_size}{gate}"))
-    rows.append(("hidden size", str(config.hidden_size)))
-    if not isinstance(config, DecoderConfig):
-        return [*rows, ("loads as", "layers with experts, by moe_jax.load_moe; the whole model is not built yet")]
     return [
         *rows,
+        ("hidden size", str(config.hidden_size)),
         ("attention", _attention(config)),
         ("vocabulary", f"{config.vocab_size}, {'tied' if config.tie_word_embeddings else 'untied'} head"),
     ]
@@ -364,7 +355,7 @@ def _attention(config: DecoderConfig) -> str:
     )
 
 
-def _routing(config: MoEBlockConfig) -> str:
+def _routing(config: DecoderConfig) -> str:
     """The settings in the words of ``FusedMoE``."""
     parts = [config.custom_routing_function or config.scoring_func]
     if config.num_expert_group is not None:

@@ -16,15 +16,7 @@ from moe_jax.models.attention._rope import RopeConfig
 
 # Features of neighbouring families. The value is the one under which the key changes nothing; any other is refused by
 # families that do not look the key up, since a model that ignored it would answer wrongly without a word.
-_NEUTRAL_IN_BLOCK = {
-    "moe_layer_freq": 1,
-    "n_shared_experts": 0,
-    "num_shared_experts": 0,
-    "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax",
-    "shared_expert_intermediate_size": 0,
-}
-_NEUTRAL_ELSEWHERE = {
+_NEUTRAL = {
     "attention_bias": False,
     "attention_multiplier": None,
     "attn_logit_softcapping": None,
@@ -33,8 +25,14 @@ _NEUTRAL_ELSEWHERE = {
     "final_logit_softcapping": None,
     "logits_scaling": 1.0,
     "mlp_bias": False,
+    "moe_layer_freq": 1,
+    "n_shared_experts": 0,
+    "num_shared_experts": 0,
     "residual_multiplier": 1.0,
     "rope_interleaved": False,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "shared_expert_intermediate_size": 0,
 }
 
 
@@ -373,18 +371,14 @@ class ConfigReader:
         except ValueError as error:
             raise self.error(str(error)) from None
 
-    def finish(self, *, whole_model: bool = True) -> None:
-        """Refuse what changes the arithmetic and was not understood, and keys that look like misspelt ones.
-
-        whole_model: False looks only at what concerns the blocks with experts.
-        """
-        neutral = _NEUTRAL_IN_BLOCK | (_NEUTRAL_ELSEWHERE if whole_model else {})
-        for key, value in neutral.items():
+    def finish(self) -> None:
+        """Refuse what changes the arithmetic and was not understood, and keys that look like misspelt ones."""
+        for key, value in _NEUTRAL.items():
             if key not in self._known and self._config.get(key) not in (None, value):
                 raise self.error(
                     f"{key}={shown(self._config[key])} is not supported for this architecture; expected {shown(value)}"
                 )
-        known = self._known | neutral.keys()
+        known = self._known | _NEUTRAL.keys()
         absent = [key for key in known if key not in self._config]
         for key in self._config.keys() - known:
             meant = difflib.get_close_matches(key, absent, n=1, cutoff=0.9)
@@ -402,25 +396,6 @@ class ConfigReader:
         return value
 
 
-def read_block_config(
-    reader: ConfigReader,
-    *,
-    moe_intermediate_size: tuple[str, ...],
-    renormalize: bool,
-    moe_layers: tuple[int, ...] | None = None,
-    **fields: Any,
-) -> MoEBlockConfig:
-    """The keys on blocks with experts that all families share, plus what a family found out itself.
-
-    moe_intermediate_size: spellings of the key that holds the width of one expert. moe_layers: None for all. fields: of
-    ``MoEBlockConfig``.
-    """
-    shared = _block_fields(reader, moe_intermediate_size)
-    layers = tuple(range(shared["num_layers"])) if moe_layers is None else moe_layers
-    reader.finish(whole_model=False)
-    return _checked(reader, MoEBlockConfig, dict(renormalize=renormalize, moe_layers=layers) | shared | fields)
-
-
 def read_decoder_config(
     reader: ConfigReader,
     *,
@@ -431,10 +406,10 @@ def read_decoder_config(
     partial_rotary_factor: float | None = None,
     **fields: Any,
 ) -> DecoderConfig:
-    """``read_block_config`` for a family whose whole model is built: the other keys too.
+    """The keys that all families share, plus what a family found out itself.
 
-    mla: None for grouped-query attention. partial_rotary_factor: see ``RopeConfig.from_config``. fields: of
-    ``DecoderConfig``.
+    moe_intermediate_size: spellings of the key that holds the width of one expert. moe_layers: None for all. mla: None
+    for grouped-query attention. partial_rotary_factor: see ``RopeConfig.from_config``. fields: of ``DecoderConfig``.
     """
     shared = _block_fields(reader, moe_intermediate_size)
     num_heads = reader.integer("num_attention_heads")
@@ -456,7 +431,11 @@ def read_decoder_config(
     if "intermediate_size" not in fields:
         shared |= dict(intermediate_size=reader.integer("intermediate_size"))
     reader.finish()
-    return _checked(reader, DecoderConfig, dict(renormalize=renormalize, moe_layers=layers, mla=mla) | shared | fields)
+    values: dict[str, Any] = dict(renormalize=renormalize, moe_layers=layers, mla=mla) | shared | fields
+    try:
+        return DecoderConfig(**values)
+    except ValueError as error:
+        raise reader.error(str(error)) from None
 
 
 def _head_dim(reader: ConfigReader, hidden_size: int, num_heads: int) -> int:
@@ -477,10 +456,3 @@ def _block_fields(reader: ConfigReader, moe_intermediate_size: tuple[str, ...]) 
         num_experts=reader.integer(*_EXPERT_COUNTS, is_of_layers=True),
         top_k=reader.integer("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", is_of_layers=True),
     )
-
-
-def _checked(reader: ConfigReader, cls: Any, fields: dict[str, Any]) -> Any:
-    try:
-        return cls(**fields)
-    except ValueError as error:
-        raise reader.error(str(error)) from None

@@ -178,9 +178,9 @@ class CausalLM(MoEFamily, Versioned):
         dtype: dtype of dense weights, of computation and of the cache.
         rngs: random state to initialise from; None builds an abstract model to be loaded.
 
-    A family sets the words of ``MoEFamily`` and ``read_config``, which returns a ``DecoderConfig``. norm_modules: names
-    of a layer's norms, that of attention first. attention_names: those of its parts that differ from ours.
-    dense_module: a dense feed-forward layer.
+    A family sets the words of ``MoEFamily`` and ``read_config``. norm_modules: names of a layer's norms, that of
+    attention first. attention_names: those of its parts that differ from ours. dense_module: a dense feed-forward
+    layer.
     """
 
     norm_modules: ClassVar[tuple[str, str]] = ("input_layernorm", "post_attention_layernorm")

@@ -20,7 +20,7 @@ from moe_jax.models._partition import spread_dense
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
 from moe_jax.models.attention._choice import AttentionImplementation
-from moe_jax.models.families._registry import read_family, read_model_family
+from moe_jax.models.families._registry import read_family
 from moe_jax.nn import MoEBlock
 from moe_jax.parallel._layer import parallel_of, spread
 from moe_jax.quantization import Scheme
@@ -93,7 +93,7 @@ def load_pretrained(
     balancing = dict(enable_eplb=enable_eplb, num_redundant_experts=num_redundant_experts)
     with Checkpoint(checkpoint_directory(directory, revision=revision)) as opened:
         checkpoint = as_packed(opened)
-        family, config = read_model_family(checkpoint.config, str(checkpoint.config_path))
+        family, config = read_family(checkpoint.config, str(checkpoint.config_path))
         check_counts(config, checkpoint)
         config = dataclasses.replace(config, kv_cache_dtype=resolve(opened, kv_cache_dtype, jnp.dtype(dtype)))
         if others := family.left_out(checkpoint.names):

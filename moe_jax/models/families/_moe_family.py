@@ -1,7 +1,7 @@
 """``MoEFamily``: what a model family says about its blocks with experts, and how one of them is built.
 
 A family is one file with one subclass. Its class attributes are the words of its checkpoints; ``read_config`` turns its
-config.json into a typed config. A family whose whole model is built derives from ``CausalLM``, which is a MoEFamily.
+config.json into a typed config. A family derives from ``CausalLM``, which is a MoEFamily.
 """
 
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from flax import nnx
 from moe_jax._typing import DTypeLike, Json
 from moe_jax._versions import Place
 from moe_jax.loading import ExpertNames
-from moe_jax.models._config import ConfigReader, MoEBlockConfig
+from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
 from moe_jax.models._layers import Linear, SharedExperts
 from moe_jax.nn import FusedMoE, MoEBlock
 from moe_jax.nn._variables import CORRECTION_BIAS
@@ -51,7 +51,7 @@ class MoEFamily:
     other_modules: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
-    def read_config(reader: ConfigReader) -> MoEBlockConfig:
+    def read_config(reader: ConfigReader) -> DecoderConfig:
         raise NotImplementedError("a family defines read_config")
 
     @classmethod

@@ -7,33 +7,31 @@ from collections.abc import Iterator
 from moe_jax._typing import Json
 from moe_jax.loading._errors import shown
 from moe_jax.models import families
-from moe_jax.models._config import ConfigReader, DecoderConfig, MoEBlockConfig
+from moe_jax.models._config import ConfigReader, DecoderConfig
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models.families._moe_family import MoEFamily
 
 
-def _defined() -> Iterator[type[MoEFamily]]:
+def _defined() -> Iterator[type[CausalLM]]:
     """The families that the public modules of this package define."""
     for found in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
         if found.name.rpartition(".")[2].startswith("_"):
             continue
         for value in vars(importlib.import_module(found.name)).values():
-            if isinstance(value, type) and issubclass(value, MoEFamily) and value.__module__ == found.name:
+            if isinstance(value, type) and issubclass(value, CausalLM) and value.__module__ == found.name:
                 yield value
 
 
-FAMILIES: dict[str, type[MoEFamily]] = {family.model_type: family for family in _defined()}
+FAMILIES: dict[str, type[CausalLM]] = {family.model_type: family for family in _defined()}
 
 
-def read_family(config: Json, source: str = "config.json") -> tuple[type[MoEFamily], MoEBlockConfig]:
+def read_family(config: Json, source: str = "config.json") -> tuple[type[CausalLM], DecoderConfig]:
     """Family and typed config for a config.json of either dialect.
 
     Args:
         config: the parsed file. source: its name in errors.
 
     Returns:
-        The family, and what its ``read_config`` makes of the file: a ``DecoderConfig`` for a family whose whole model
-        is built, which then is a ``CausalLM``.
+        The family, and what its ``read_config`` makes of the file.
 
     Raises:
         ValueError: an architecture that is not supported (the message lists those that are), or a key that is missing,
@@ -49,15 +47,3 @@ def read_family(config: Json, source: str = "config.json") -> tuple[type[MoEFami
     if not family.is_described_by(reader):
         raise reader.error(f"architectures {shown(architectures)} is not supported; supported: {supported}")
     return family, family.read_config(reader)
-
-
-def read_model_family(config: Json, source: str = "config.json") -> tuple[type[CausalLM], DecoderConfig]:
-    """``read_family`` for a whole model. Raises NotImplementedError when only its layers with experts are built."""
-    family, family_config = read_family(config, source)
-    if not (issubclass(family, CausalLM) and isinstance(family_config, DecoderConfig)):
-        whole = ", ".join(f.architecture for f in FAMILIES.values() if issubclass(f, CausalLM))
-        raise NotImplementedError(
-            f"{source}: {family.architecture} is not built as a whole model yet; load its layers with experts with "
-            f"moe_jax.load_moe(directory, layer); whole models: {whole}"
-        )
-    return family, family_config

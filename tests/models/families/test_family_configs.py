@@ -229,7 +229,7 @@ def test_hub_files(name):
         and MoEBlockConfig(**of_block) == expected
         and isinstance(hash(found), int)
     )
-    assert isinstance(found, DecoderConfig) == (name in ATTENTION)
+    assert isinstance(found, DecoderConfig) and name in ATTENTION
 
 
 WIDTHS = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
