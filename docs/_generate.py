@@ -6,7 +6,6 @@ python docs/_generate.py    # writes docs/reference/formats.md, the one such pag
 import importlib
 import importlib.util
 import json
-import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -44,8 +43,6 @@ def write(directory: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_file() or path.read_text() != text:
             path.write_text(text)
-    for picture in (ROOT / "benchmarks/results").glob("*.png"):
-        shutil.copy2(picture, directory / picture.name)
 
 
 def formats() -> str:
@@ -117,7 +114,7 @@ def _extent(fmt, whole: str, row: str) -> str:
 
 
 def measured() -> str:
-    """Tables of the results that are kept as JSON: layers beside vLLM's, and whole decoders."""
+    """Tables of the results that are kept as JSON: layers beside vLLM's."""
     folder = ROOT / "benchmarks/results"
     lines = [
         "# Measured",
@@ -128,24 +125,6 @@ def measured() -> str:
     ]
     for path in sorted(folder.glob("moe_layer_peers_*.json")):
         lines += [f"## A layer of experts beside vLLM's ({path.name})", "", *layers(json.loads(path.read_text()))]
-    for path in sorted(folder.glob("generate_*.json")):
-        report = json.loads(path.read_text())
-        lines += [
-            f"## Whole decoders ({path.name})",
-            "",
-            f"{report['header'].lstrip('# ')}. {report['layers']} layers.",
-            "",
-        ]
-        lines += [
-            "| Model | Scheme | Call | Rows | Tokens a row | us | Outside of the experts |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {c['model']} | `{c['scheme']}` | {c['kind']} | {c['rows']} | {c['tokens']} | {c['us']:.0f} "
-            f"| {c['outside_us'] / c['us']:.0%} |"
-            for c in report["cells"]
-        ]
-        lines.append("")
     return "\n".join([*lines, ""])
 
 
@@ -180,8 +159,6 @@ def results() -> str:
     """The raw files of benchmarks/results, whole."""
     folder = ROOT / "benchmarks/results"
     lines = ["# Raw results", "", "What the scripts in `benchmarks/` printed, as kept in `benchmarks/results/`.", ""]
-    for picture in sorted(folder.glob("*.png")):
-        lines += [f"## {picture.name}", "", f"![{picture.stem}]({picture.name})", ""]
     for path in sorted(folder.glob("*.txt")):
         include = f"```{{literalinclude}} /../benchmarks/results/{path.name}"
         lines += [f"## {path.name}", "", include, ":language: text", "```", ""]
