@@ -42,15 +42,6 @@ _FEWEST = 8  # An entry serves down to an eighth of its tokens: measured numbers
 _MANY_ROWS = 128  # Above so many rows per expert, more tokens only add tiles of the same height.
 _GEMMS = ("gemm1", "gemm2")
 _HERE = "here"  # where a user's own table was measured
-# Fields by the names that saved files may have.
-_RENAMED = {
-    "hidden": "hidden_size",
-    "inner": "intermediate_size",
-    "halves": "projections",
-    "is_swapped": "swap_ab",
-    "band": "raster_group_m",
-    "splits_halves": "splits_projections",
-}
 _Built = TypeVar("_Built", bound=AnyKey | AnyConfig)
 
 
@@ -149,31 +140,24 @@ class Table:
 
 
 def load_table(path: Path) -> Table:
-    """Read and check a table. Raises ValueError, naming file and entry, for anything that ``save`` did not write.
-
-    A file of format 1, which repeats the layer in every entry, is read as well.
-    """
+    """Read and check a table. Raises ValueError, naming file and entry, for anything that ``save`` did not write."""
     try:
         stored = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}); write it anew with python -m pallas_kernels.autotune") from None
     version = stored.get("format") if isinstance(stored, dict) else None
-    body = {1: "entries", FORMAT: "layers"}.get(version) if isinstance(version, int) else None
-    if body is None or stored.keys() != {"format", "device", body}:
+    if type(version) is not int or version != FORMAT or stored.keys() != {"format", "device", "layers"}:
         raise ValueError(
             f"{path}: expected an object of format {FORMAT}, device and layers; write it anew with "
             "python -m pallas_kernels.autotune"
         )
-    if not isinstance(stored["device"], str) or not isinstance(stored[body], list):
-        raise ValueError(f"{path}: device is {stored['device']!r} and {body} a {type(stored[body]).__name__}")
-    if version == 1:
-        flat = ((f"{path}: entry {index}", one) for index, one in enumerate(stored[body]))
-    else:
-        flat = _flat(stored[body], path)
-    entries = tuple(_entry(one, where) for where, one in flat)
+    device, layers = stored["device"], stored["layers"]
+    if not isinstance(device, str) or not isinstance(layers, list):
+        raise ValueError(f"{path}: device is {device!r} and layers a {type(layers).__name__}")
+    entries = tuple(_entry(one, where) for where, one in _flat(layers, path))
     if len({(entry.key, entry.tokens) for entry in entries}) < len(entries):
         raise ValueError(f"{path}: two entries for one layer and number of tokens; remove one")
-    return Table(stored["device"], entries)
+    return Table(device, entries)
 
 
 def path_for(device: str) -> Path:
@@ -304,8 +288,8 @@ def _as_json(entry: Entry) -> dict[str, object]:
     return stored if entry.source is None else stored | {"source": entry.source}
 
 
-def _flat(layers: list[object], path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Where it stands, and an entry as format 1 has it."""
+def _flat(layers: list[object], path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where it stands, and an entry with the fields of its layer and of both products."""
     for index, layer in enumerate(layers):
         sizes = _object(layer, f"{path}: layer {index}", "formats")
         for stored in _list(sizes.pop("formats"), f"{path}: layer {index}: formats"):
@@ -339,12 +323,11 @@ def _list(stored: object, where: str) -> list[object]:
     return stored
 
 
-def _entry(stored: object, where: str) -> Entry:
+def _entry(stored: dict[str, Any], where: str) -> Entry:
     expected = {"layer", "tokens", "gemm1", "gemm2", "micros"}
-    if not isinstance(stored, dict) or stored.keys() - {"source"} != expected:
-        found = sorted(stored) if isinstance(stored, dict) else type(stored).__name__
-        raise ValueError(f"{where}: found {found}, expected the fields {sorted(expected)}")
-    is_packed = isinstance(stored["layer"], dict) and "element" in stored["layer"]
+    if stored.keys() - {"source"} != expected:
+        raise ValueError(f"{where}: found {sorted(stored)}, expected the fields {sorted(expected)}")
+    is_packed = "element" in stored["layer"]
     key = _build(PackedLayerKey if is_packed else LayerKey, stored["layer"], f"{where}: layer")
     config_kind = PackedConfig if is_packed else GemmConfig
     gemm1, gemm2 = (_build(config_kind, stored[name], f"{where}: {name}") for name in _GEMMS)
@@ -361,11 +344,9 @@ def _entry(stored: object, where: str) -> Entry:
     return Entry(key, tokens, LayerConfig(gemm1.block_m, gemm1, gemm2), float(micros), source)
 
 
-def _build(kind: type[_Built], stored: object, where: str) -> _Built:
+def _build(kind: type[_Built], stored: dict[str, Any], where: str) -> _Built:
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    if isinstance(stored, dict):
-        stored = {_RENAMED[name] if _RENAMED.get(name) in fields else name: v for name, v in stored.items()}
-    if not isinstance(stored, dict) or stored.keys() - fields.keys():
+    if stored.keys() - fields.keys():
         raise ValueError(f"{where} is {stored!r}, expected an object with fields of {', '.join(fields)}")
     missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in stored]
     if missing:

@@ -317,23 +317,6 @@ def test_layers_stand_once_in_a_file(tmp_path):
     assert packed == dict(tokens=16, block_m=16, num_consumers=4, step_blocks=[2, 4], num_stages=5, micros=70.0)
 
 
-def test_files_of_format_1_are_read(tmp_path):
-    """One entry a line, each with its layer; fields by the names of their time."""
-    path = tmp_path / "table.json"
-    sizes = {"num_experts": 128, "top_k": 8, "hidden": 2048, "inner": 768}
-    plain = sizes | {"dtype": "float8_e4m3fn", "lhs_scale": "row", "rhs_scale": "channel", "halves": 2}
-    packed = sizes | {"element": "int4", "scale": "group", "group_size": 128, "scale_dtype": "bfloat16"}
-    swapped = {"block_m": 16, "block_n": 128, "num_stages": 4, "band": 8, "is_swapped": True}
-    first, second = ({"block_m": 16, "num_consumers": 4, "step_blocks": k, "num_stages": 5} for k in (2, 4))
-    entries = [
-        {"layer": plain, "tokens": 16, "gemm1": swapped, "gemm2": swapped, "micros": 90.0},
-        {"layer": packed, "tokens": 1, "gemm1": first, "gemm2": second, "micros": 9, "source": "with times of others"},
-    ]
-    path.write_text(json.dumps({"format": 1, "device": "NVIDIA H200", "entries": entries}))
-    own = (GOOD.entries[0], Entry(PACKED_KEY, 1, PACKED_PAIR, 9.0, "with times of others"))
-    assert load_table(path) == Table("NVIDIA H200", own)
-
-
 def _stored(table):
     """Entries of the first format of the first layer."""
     return table["layers"][0]["formats"][0]["entries"]
@@ -344,6 +327,7 @@ def _stored(table):
     [
         (lambda t: t.update(format=3), "expected an object of format 2"),
         (lambda t: t.update(format=1), "expected an object of format 2"),
+        (lambda t: t.update(format=1, entries=t.pop("layers")), "expected an object of format 2"),
         (lambda t: t.update(device=3), "device is 3"),
         (lambda t: t["layers"].append(t["layers"][0]), "two entries for one layer"),
         (lambda t: t["layers"].append(3), r"layer 1: found int, expected an object with formats"),
@@ -355,6 +339,7 @@ def _stored(table):
         (lambda t: _stored(t)[0].update(tokens=0), "entry 0: tokens=0"),
         (lambda t: t["layers"][0].update(experts=3), "entry 0: layer is"),
         (lambda t: t["layers"][0].pop("hidden_size"), "entry 0: layer lacks hidden_size"),
+        (lambda t: t["layers"][0].update(hidden=t["layers"][0].pop("hidden_size")), "entry 0: layer is"),
         (lambda t: _stored(t)[0].update(block_m=[32, 16]), "block_m is 32 and 16"),
         (lambda t: _stored(t)[0].update(num_stages=[4, 99]), "entry 0: gemm2 cannot run: needs"),
         (lambda t: _stored(t)[0].update(num_stages=[4]), r"num_stages is \[4\], expected a positive integer"),
