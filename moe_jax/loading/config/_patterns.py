@@ -99,21 +99,13 @@ def count_steps(pattern: str, length: int) -> float:
     return _steps(list(_parser.parse(pattern).data), length, True)
 
 
-def count_ways(pattern: str, length: int) -> float:
-    """Upper bound of the ways in which a backtracking engine can try ``pattern`` on ``length`` characters.
+def _ways_of(items: Any, length: int) -> tuple[float, int]:
+    """(factor, number of open repeats) of a sequence: in how many ways a backtracking engine can try it.
 
     Every repeat of one character (class) splits the name at one more place, k of them in comb(length + k, k) ways;
     alternatives add up; a repeat of something that itself can match in several ways multiplies its ways each round,
-    which is what grows exponentially. A repeat that ends the pattern counts for nothing: nothing after it can fail.
+    which is what grows exponentially.
     """
-    items = list(_parser.parse(pattern).data)
-    if items and items[-1][0] in _REPEATS and _ways_of(items[-1][1][2], length) == (1.0, 0):
-        items.pop()
-    return _total(_ways_of(items, length), length)
-
-
-def _ways_of(items: Any, length: int) -> tuple[float, int]:
-    """(factor, number of open repeats) of a sequence."""
     factor, open_repeats = 1.0, 0
     for op, argument in items:
         if op in _REPEATS:
