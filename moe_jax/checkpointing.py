@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from moe_jax._arguments import check_not_traced
 from moe_jax._output import write_output
@@ -84,9 +83,8 @@ def restore(module: nnx.Module | Directory, directory: Directory | nnx.Module) -
     """Fill ``module`` (abstract or not) in place with what ``save`` wrote for a module of the same shape.
 
     The module may lie on another mesh than the saved one, on none, or hold its experts in other places: experts go to
-    where the module has them. Layers that differ in this pass through the host's memory. Dense matrices that the module
-    holds quantized and an older version saved dequantized are then held as they were saved. As of ``save``, the
-    arguments may stand in either order.
+    where the module has them. Layers that differ in this pass through the host's memory. As of ``save``, the arguments
+    may stand in either order.
 
     Raises:
         ValueError: no complete save there, a damaged one, or one whose settings, schemes, layouts, shapes or dtypes
@@ -99,7 +97,7 @@ def restore(module: nnx.Module | Directory, directory: Directory | nnx.Module) -
     if not (root / RECORD_NAME).exists():
         raise ValueError(f"{root} holds no complete save: {RECORD_NAME} is missing")
     saved = _read_record(root / RECORD_NAME)
-    target = _with_matrices_as_saved(_state_of(module), saved["leaves"])
+    target = _state_of(module)
     expected = _record(module, target)
     wrong = [
         f"{path}: saved {saved[part].get(path)}, expected {expected[part].get(path)}"
@@ -167,21 +165,6 @@ def _install(module: nnx.Module, state: Any) -> None:
             held = _at(state, path)
             values[id(variable)] = held[int(place.name) if place.name not in held else place.name]
     install([(place, values[id(variable)]) for _, place, variable in places])
-
-
-def _with_matrices_as_saved(state: Any, leaves: dict[str, str]) -> Any:
-    """The state with a target of full precision for each quantized matrix that the record has as one array."""
-
-    def as_saved(path: Any, node: Any) -> Any:
-        text = leaves.get(jax.tree_util.keystr(path))
-        if text is None or not isinstance(node, QuantizedMatrix):
-            return node
-        sharding = getattr(node.tensor.data, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-        return jax.ShapeDtypeStruct(node.shape, jnp.dtype(text.partition("[")[0]), sharding=sharding)
-
-    return jax.tree_util.tree_map_with_path(as_saved, state, is_leaf=lambda node: isinstance(node, QuantizedMatrix))
 
 
 def _way_out(saved: dict[str, str], expected: dict[str, str]) -> str:
