@@ -16,7 +16,7 @@ from pallas_kernels.grouped_gemm.dgrad.api import flattened
 from pallas_kernels.grouped_gemm.dgrad.config import operand_names
 from pallas_kernels.grouped_gemm.dgrad.kernel_sm90 import grouped_dgrad_sm90
 from tests.pallas_kernels.test_dgrad import ACTIVATIONS, SILU, USED, WIDE_GROUPS
-from tests.support.kernels.dgrad_problem import PLAIN_KINDS, make_pull, make_widened
+from tests.support.kernels.dgrad_problem import PLAIN_KINDS, check_on_gpu, make_pull, make_widened
 from tests.support.kernels.gemm_problem import ROUTINGS
 from tests.support.kernels.packed_problem import KINDS
 
@@ -24,22 +24,7 @@ pytestmark = pytest.mark.gpu
 
 
 def check(kind, sizes, config=None, make=make_pull, **options):
-    """Values; and that they repeat to the bit. Outputs land in memory that held NaN before."""
-    problem = make(kind, sizes, **options)
-    static = {name: problem.kwargs.pop(name) for name in ("activation",) if name in problem.kwargs}
-    run = jax.jit(lambda args, kwargs: problem.op(*args, **kwargs, **static, config=config, implementation="hopper"))
-    run = run.lower(problem.args, problem.kwargs).compile()
-    own = problem.row_expert >= 0
-
-    def once():
-        for leaf in jax.tree.leaves(run.out_info):
-            jnp.full(leaf.shape, jnp.nan, leaf.dtype).block_until_ready()
-        return run(problem.args, problem.kwargs)
-
-    found = once()
-    problem.assert_close(found)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(once()), strict=True):
-        np.testing.assert_array_equal(np.asarray(one, np.float32)[own], np.asarray(other, np.float32)[own])
+    check_on_gpu(make(kind, sizes, **options), config)
 
 
 @pytest.mark.parametrize("activation", [None, SILU], ids=str)

@@ -3,41 +3,20 @@ tile, configurations.
 """
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
-from pallas_kernels.grouped_gemm.pull import grouped_gemm_pull
 from tests.pallas_kernels.test_dgrad import ACTIVATIONS, SILU
 from tests.pallas_kernels.test_pull import assert_kept, make_gated
-from tests.support.kernels.dgrad_problem import make_plain_pull
+from tests.support.kernels.dgrad_problem import check_on_gpu, make_plain_pull
 from tests.support.kernels.gemm_problem import ROUTINGS
 
 pytestmark = pytest.mark.gpu
 
 
 def check(sizes, config=None, *, activation=SILU, **options):
-    """Values; and that they repeat to the bit. Outputs land in memory that held NaN before."""
-    problem = make_plain_pull(sizes, activation=activation, **options)
-    static = {name: problem.kwargs.pop(name) for name in ("activation", "has_weighted")}
-
-    def pull(args, kwargs):
-        return grouped_gemm_pull(*args, **kwargs, **static, config=config, implementation="hopper")
-
-    run = jax.jit(pull).lower(problem.args, problem.kwargs).compile()
-    own = problem.row_expert >= 0
-
-    def once():
-        for leaf in jax.tree.leaves(run.out_info):
-            jnp.full(leaf.shape, jnp.nan, leaf.dtype).block_until_ready()
-        return run(problem.args, problem.kwargs)
-
-    found = once()
-    problem.assert_close(found)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(once()), strict=True):
-        np.testing.assert_array_equal(np.asarray(one, np.float32)[own], np.asarray(other, np.float32)[own])
+    check_on_gpu(make_plain_pull(sizes, activation=activation, **options), config)
 
 
 @pytest.mark.parametrize("has_weighted", [False, True])

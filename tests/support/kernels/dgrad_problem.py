@@ -67,6 +67,25 @@ class PullProblem:
             assert (np.abs(np.asarray(found[1], np.float64)[own] - sums) <= 2.0**-11 * terms).all()
 
 
+def check_on_gpu(problem: PullProblem, config: Any = None) -> None:
+    """Values of the Hopper kernel; and that they repeat to the bit. Outputs land in memory that held NaN before."""
+    static = {name: problem.kwargs[name] for name in ("activation", "has_weighted") if name in problem.kwargs}
+    arrays = {name: value for name, value in problem.kwargs.items() if name not in static}
+    run = jax.jit(lambda args, kwargs: problem.op(*args, **kwargs, **static, config=config, implementation="hopper"))
+    run = run.lower(problem.args, arrays).compile()
+    own = problem.row_expert >= 0
+
+    def once() -> Any:
+        for leaf in jax.tree.leaves(run.out_info):
+            jnp.full(leaf.shape, jnp.nan, leaf.dtype).block_until_ready()
+        return run(problem.args, arrays)
+
+    found = once()
+    problem.assert_close(found)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(once()), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32)[own], np.asarray(other, np.float32)[own])
+
+
 def make_pull(
     kind: str,
     sizes: list[int],
