@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 
-from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.common.targets import Target
 
 # Parts of the names of GPUs, for abstract devices, which have no capability.
@@ -38,12 +37,10 @@ class Gpu:
 
     kind: in JAX's words ("NVIDIA H200").
     num_sms: SMs that a program may use.
-    smem_bytes: shared memory that one CTA may use.
     """
 
     kind: str
     num_sms: int
-    smem_bytes: int = SMEM_BYTES
 
     @property
     def memory_gbps(self) -> int | None:
@@ -52,7 +49,7 @@ class Gpu:
 
     def is_like(self, other: "Gpu") -> bool:
         """Whether kernels run alike on both, but for the speed of memory and for clocks."""
-        return (self.num_sms, self.smem_bytes) == (other.num_sms, other.smem_bytes)
+        return self.num_sms == other.num_sms
 
 
 def hopper_sms() -> int:

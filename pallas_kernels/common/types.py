@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import jax
 import jax.numpy as jnp
 
-Array: TypeAlias = jax.Array
 Dtype: TypeAlias = str | type | jnp.dtype
 Layout: TypeAlias = Any  # of ``plgpu``, which exports no type for all of its layouts
 TileRef: TypeAlias = Any  # a Ref that TMA copies, wgmma and barriers take: Pallas annotates them with internal classes

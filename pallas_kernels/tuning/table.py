@@ -180,8 +180,8 @@ def table_for(device: Gpu | str) -> Table:
     """The measured configurations for a GPU, an empty table without any.
 
     For each layer and number of tokens the user's own table comes first, then what is shipped for this kind, then what
-    is shipped for a kind of the same number of SMs and shared memory. ``Entry.where`` says so. For the name of a kind
-    alone: what is shipped for it. A user's table that cannot be read is left out, with a warning.
+    is shipped for a kind of the same number of SMs. ``Entry.where`` says so. For the name of a kind alone: what is
+    shipped for it. A user's table that cannot be read is left out, with a warning.
     """
     if isinstance(device, str):
         path = path_for(device)

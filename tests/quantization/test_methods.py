@@ -22,7 +22,6 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 F = np.float32
 # One number per element and a float32 scale; packed integers and microscaling have tests of their own.
 SCHEMES = {name: scheme for name, scheme in ALL_SCHEMES.items() if name.startswith(("bf16", "fp8_", "int8_"))}
-QUANTIZED = [name for name in SCHEMES if name != "bf16"]
 ONLINE = [name for name in SCHEMES if name != "fp8_tensor_static"]
 
 

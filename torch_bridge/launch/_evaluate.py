@@ -18,7 +18,6 @@ from jax.extend import core
 from torch_bridge._tensors import numpy_dtype, torch_dtype
 
 _WORDS = {np.dtype(np.uint32): torch.int32, np.dtype(np.uint16): torch.int16}
-_BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 class Evaluator:

@@ -108,12 +108,6 @@ def _e4m3(generator: torch.Generator, n: int, k: int) -> torch.Tensor:
     return (torch.randn(n, k, generator=generator, dtype=torch.float32) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
-def _spread(scale: torch.Tensor, n: int, k: int) -> torch.Tensor:
-    """A scale for each block of rows and columns -> one for each element."""
-    rows, columns = -(-n // scale.shape[0]), -(-k // scale.shape[1])
-    return scale.float().repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-
-
 def _unquantized(generator, n, k, order):
     weight = (torch.randn(n, k, generator=generator, dtype=torch.float32) * k**-0.5).to(torch.bfloat16)
     return dict(weight=weight), weight.float()
