@@ -20,10 +20,10 @@ from moe_jax.quantization import ExpertWeights
 from moe_jax.routing import Routing, RoutingParams, route
 from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common import WeightLayout
+from pallas_kernels.common.implementations import FORMER_NAMES
 
 # In the order of preference.
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (Hopper(), Portable(), Xla(), Reference())}
-_OLD_NAMES = {"mosaic": "hopper"}
 
 
 def order_of(config: MoEConfig, platform: str) -> tuple[str, ...]:
@@ -35,7 +35,7 @@ def names_in_order(implementation: tuple[str, ...] | None, platform: str) -> tup
     """``order_of`` by what a caller named."""
     if implementation is None:
         return tuple(name for name, backend in BACKENDS.items() if backend.is_default(platform))
-    names = tuple(dict.fromkeys(_OLD_NAMES.get(name, name) for name in implementation))
+    names = tuple(dict.fromkeys(FORMER_NAMES.get(name, name) for name in implementation))
     if not names or not BACKENDS.keys() >= set(names):
         raise ValueError(f"implementation={implementation}, expected one or more of {', '.join(BACKENDS)}")
     return names
