@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import threading
+import time
 
 
 @contextlib.contextmanager
@@ -16,9 +17,10 @@ def quick_switches():
         sys.setswitchinterval(usual)
 
 
-def while_reloading(reloads, read, times):
+def while_reloading(reloads, read, times, is_enough=lambda found: True):
     """What ``read`` gives, ``times`` times, while each of ``reloads`` runs again and again in a thread of its own, with
-    1, 0, 1, ...; more often where a busy machine has not let each of them run ten times, or as often, by then."""
+    1, 0, 1, ...; more often where a busy machine has not let each of them run ten times, or as often, by then, and for
+    a minute at most until what was found ``is_enough``."""
     is_over, errors, rounds = threading.Event(), [], [0] * len(reloads)
 
     def again(index, reload):
@@ -37,7 +39,10 @@ def while_reloading(reloads, read, times):
             thread.start()
         try:
             found = [read() for _ in range(times)]
+            until = time.monotonic() + 60
             while min(rounds) < min(times, 10) and not errors:
+                found.append(read())
+            while not is_enough(found) and not errors and time.monotonic() < until:
                 found.append(read())
         finally:
             is_over.set()
