@@ -32,7 +32,7 @@ from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.config import E4M3_WIDTHS, HEADS, DecodeForm, choose_config, shared_bytes
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.kernels import warpgroups
-from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, decode_cases, decode_desc
+from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, combine_case, decode_cases, decode_desc
 from tests.support.kernels.in_lockstep import Memory, simt_of
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
 from tests.support.refusals import refuses
@@ -243,9 +243,16 @@ def test_choice_fits():
 
 
 @pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 def test_lowers_for_cuda(case):
     assert case.launches() == 1
+
+
+@pytest.mark.parametrize("is_e4m3", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_second_launch_lowers_for_cuda(dtype, is_e4m3):
+    desc = decode_desc(128, 128, dtype, is_e4m3=is_e4m3, has_sinks=True)
+    assert combine_case("sinks", desc, choose_config(desc, SMS)).launches() == 1
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=70)], ids=["one query", "three queries, window"])
@@ -326,10 +333,11 @@ def test_items(monkeypatch, options):
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
 def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     """Sums of up to ten splits; those of splits that no query sees are not read. Two are loaded at once, and
-    three as in long caches. The first row has half as many, twice as long, where ``doubles_at`` says so."""
+    three as in long caches. The first row has half as many, twice as long, where ``doubles_at`` says so. Where keys are
+    rows, values are codes with a scale."""
     monkeypatch.setattr(combine_sm90, "UNROLL", 2)
     monkeypatch.setattr(combine_sm90, "UNROLL_MANY", 3)
-    desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True)
+    desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True, is_e4m3=swap_ab)
     config = DecodeConfig(8, 64, 64, 1, 1, swap_ab=swap_ab, doubles_at=doubles_at)
     places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
     rng = np.random.default_rng(0)
@@ -348,7 +356,8 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
 
     of_tile = np.repeat(is_seen, tiles // 3, axis=0)[:, :, None]
     refs = [memory(sums if swap_ab else sums.swapaxes(2, 3), of_tile[..., None]), memory(tops, of_tile)]
-    refs += [memory(totals, of_tile), *(np.array(place, np.int32) for place in places.values()), memory(sinks)]
+    refs += [memory(totals, of_tile), *(np.array(place, np.int32) for place in places.values())]
+    refs += [jnp.float32([7.0, 3.0])] * desc.is_e4m3 + [memory(sinks)]
     stand_ins = warpgroups.stand_ins() | dict(simt=simt_of(128))
     stand_ins["simt"].float_bits = lambda value, dtype: value.astype(dtype).astype(jnp.float32).view(jnp.int32)
     for name in ("lax", "mosaic", "simt"):
@@ -359,7 +368,7 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     weights = np.where(of_tile, np.exp2(tops), 0)
     own = np.exp(np.tile(sinks.reshape(2, 3), (3, 2)))  # tile -> column: the heads of each query
     numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :6]
-    expected = numerator / ((totals * weights).sum(1)[:, :6] + own)[..., None]
+    expected = numerator / ((totals * weights).sum(1)[:, :6] + own)[..., None] * (3.0 if desc.is_e4m3 else 1.0)
     expected = expected.reshape(3, 2, 2, 3, width).swapaxes(1, 2)  # row, query, key head, member
     assert out.is_written.all()
     np.testing.assert_allclose(out.values.view(np.float32), expected.reshape(-1), rtol=2**-8, atol=1e-6)
