@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from moe_jax.benchmarking import SHAPES
+from pallas_kernels.grouped_gemm import GemmConfig
 from pallas_kernels.grouped_gemm import candidates as unpacked_candidates
 from pallas_kernels.grouped_gemm import choose_block_m as unpacked_block_m
 from pallas_kernels.grouped_gemm import choose_config as unpacked_config
-from pallas_kernels.grouped_gemm.config import SWAP_AB_BLOCK_MS, config_error
-from pallas_kernels.grouped_gemm.heuristics import height_for, large_m_heights
+from pallas_kernels.grouped_gemm.config import SMALL_M, SWAP_AB_BLOCK_MS, config_error
+from pallas_kernels.grouped_gemm.heuristics import deepest, height_for, large_m_heights
 from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc
 from pallas_kernels.grouped_gemm.packed import config_error as packed_error
 from pallas_kernels.grouped_gemm.packed.config import LARGE_M
@@ -194,3 +195,40 @@ def pairs_space(key: Any, gemm: int, tokens: int) -> list[Any]:
         ways = (dataclasses.replace(pair, shares_weights=True), pair)
         found += [way for way in ways if config_error(desc, way) is None]
     return found
+
+
+def rasters_space(key: Any, gemm: int, tokens: int) -> list[Any]:
+    """Raster groups of one row tile to eight: small-M tiles in steps of 1, 2 and 4 blocks, and plain ones of 64 rows;
+    above 90 rows an expert two large-M heights, and plain tiles of 128 rows, as single CTAs and in clusters.
+    """
+    mean, found = rows_per_expert(tokens, key.num_experts, key.top_k), []
+    if mean <= 90:
+        low = tuple(height for height in SWAP_AB_BLOCK_MS[1:] if height <= SMALL_M)
+        found += [
+            GemmConfig(block_m, block_n, 2, group, swap_ab=True, step_blocks=blocks)
+            for block_m in heights(mean, low, is_brief=True)
+            for blocks in (1, 2, 4)
+            for block_n in (64, 128)
+            for group in ((1, 2, 8) if tokens < 1024 else (1, 2, 4, 8))
+        ]
+        plain = [GemmConfig(64, block_n, 2, group, 16) for block_n in (96, 64, 128) for group in (1, 2, 8)]
+        found += plain if mean > 20 else []
+    else:
+        ways: list[dict[str, Any]] = [{}, dict(cluster=2, shares_weights=True), dict(cluster=2)]
+        found += [
+            GemmConfig(block_m, block_n, 2, group, swap_ab=True, step_blocks=blocks, **way)
+            for block_m in large_m_heights(mean)[:2]
+            for block_n in (128, 192, 256)
+            for blocks in (1, 2)
+            for way in ways
+            for group in (2, 8)
+        ]
+        found += [
+            GemmConfig(128, block_n, 2, group, **way)
+            for block_n in (128, 192, 256)
+            for way in ways[:2]
+            for group in (2, 8)
+        ]
+    own = [(config, key.products(tokens, config.block_m)[gemm - 1]) for config in found]
+    deep = dict.fromkeys((deepest(desc, config), desc) for config, desc in own)
+    return [config for config, desc in deep if config_error(desc, config) is None]

@@ -9,10 +9,11 @@ tuning_table.py makes a table of the lines that FILE gets. Processes take cells 
 they time. What takes longer than --stuck seconds without a word is ended and written down as failed.
 
 products: single products with what is fused around them. A cell is shape:format (_sweep_space.py), with ":brief" behind
-it for few configurations instead of all, ":pairs" for tiles of 80, 96, 128 and more rows in clusters, ":lent" for that
-of the H200's table, the heuristic's and few beside them (lent_table.py), ":near1.1" for the table's and those that the
-files of --earlier hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own. A JSON line per
-configuration: the least of five bursts, or with --sustained calls without a pause for so many seconds, the median of
+it for few configurations instead of all, ":pairs" for tiles of 80, 96, 128 and more rows in clusters, ":rasters" for
+that of the H200's table and others in raster groups of several sizes, ":lent" for that of the H200's table, the
+heuristic's and few beside them (lent_table.py), ":near1.1" for the table's and those that the files of --earlier hold
+with at most 1.1 times the least time; @16;64 behind that for tokens of its own. A JSON line per configuration: the
+least of five bursts, or with --sustained calls without a pause for so many seconds, the median of
 the later half, when power has settled; the first line, or two that started together, say on what and when. What FILE
 holds already is not timed again; its lines do not say which of both ways they are, so each takes a FILE of its own.
 
@@ -52,6 +53,7 @@ from _sweep_space import (
     of_table,
     packed_space,
     pairs_space,
+    rasters_space,
     rows_per_expert,
     unpacked_space,
 )
@@ -73,7 +75,7 @@ from pallas_kernels.tuning.operands import random_operands, random_routings
 from pallas_kernels.tuning.timing import burst_length, calls_of, least_of_bursts, seconds
 
 ROUNDS = 3
-_MODE = re.compile(r"brief|pairs|lent|near\d+(\.\d+)?")
+_MODE = re.compile(r"brief|pairs|rasters|lent|near\d+(\.\d+)?")
 
 
 class Group:
@@ -85,7 +87,9 @@ class Group:
         if self.fmt not in PACKED_FORMATS and self.fmt not in FORMATS:
             raise SystemExit(f"cell {text!r}: format {self.fmt!r}, not one of {', '.join((*FORMATS, *PACKED_FORMATS))}")
         if unknown := [word for word in self.modes if not _MODE.fullmatch(word)]:
-            raise SystemExit(f"cell {text!r}: {unknown[0]!r}, expected brief, pairs, lent or near and a factor")
+            raise SystemExit(
+                f"cell {text!r}: {unknown[0]!r}, expected brief, pairs, rasters, lent or near and a factor"
+            )
         self.gemm = int(gemm)
         self.tokens = [int(count) for count in own.split(";")] if own else None
         self.key = key_of(self.name, self.fmt)
@@ -113,6 +117,9 @@ class Group:
             return packed_space(self._desc(tokens, 128), mean, tokens, is_brief)
         if "pairs" in self.modes:
             return pairs_space(self.key, self.gemm, tokens)
+        if "rasters" in self.modes:
+            here = of_table(self.key, self.gemm, tokens)
+            return list(dict.fromkeys(here + rasters_space(self.key, self.gemm, tokens)))
         return unpacked_space(self.key, self.gemm, tokens, is_brief)
 
     def _desc(self, tokens: int, block_m: int) -> Any:

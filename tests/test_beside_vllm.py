@@ -129,16 +129,19 @@ print("all")
 
 
 def test_a_sweep_finds_something_to_time(load, tmp_path):
-    """Near the table's tiles with --earlier, clusters with pairs; a word that is no mode is named."""
+    """Near the table's tiles with --earlier, clusters with pairs, raster groups; a word that is no mode is named."""
     sweep = load("sweep")
     found = sweep.Group("mixtral-8x7b:fp8_channel:pairs:1").configs(8192)
     assert {config.cluster for config in found} == {2} and {config.shares_weights for config in found} == {False, True}
+    rasters = [sweep.Group("gpt-oss-120b:bf16:rasters:2").configs(tokens) for tokens in (16, 1024, 8192)]
+    assert [{config.raster_group_m for config in found} for found in rasters] == [{1, 2, 8}, {1, 2, 4, 8}, {2, 8}]
+    assert [{config.step_blocks for config in found} for found in rasters] == [{1, 2, 4}, {1, 2, 4}, {1, 2}]
     every = sweep.Group("mixtral-8x7b/tp2:int4_g128:2").configs(64)
     times = {sweep.config_label(config): [100.0 + i] for i, config in enumerate(every)}
     earlier = {("mixtral-8x7b/tp2", "int4_g128", 64, 2): times}
     near = sweep.Group("mixtral-8x7b/tp2:int4_g128:near1.02:2", earlier)
     assert set(every[:3]) <= set(near.configs(64)) and len(near.configs(64)) <= 4 < len(every)
-    with pytest.raises(SystemExit, match="'brie', expected brief, pairs, lent or near"):
+    with pytest.raises(SystemExit, match="'brie', expected brief, pairs, rasters, lent or near"):
         sweep.Group("mixtral-8x7b:fp8_channel:brie:1")
 
 
