@@ -6,17 +6,18 @@
         [--json FILE] [--routing]
     JAX_PLATFORMS=cpu python benchmarks/generate.py --tiny        # tries the script out anywhere
 
-Random weights at the true sizes of a layer, as many layers as ``--layers`` says; embedding and head included. Attention
-weights are quantized like the experts where files of the format have them so (``--dense bf16``: nowhere). decode: B
-rows, one new token each, a cache that holds ``--context`` tokens a row. prefill: one row, an empty cache, logits of the
-last token. As in ``generate``, calls follow each other in a loop inside one program, each fed by the one before; the
-time of 2 turns is taken off that of many, which leaves the device's time per call. Prefills are also timed after a
-rest, as vllm_engine.py times those of vLLM: for 20 ms, or one call, in which the GPU's clock is not held down by its
-power limit. "outside" is the time of the same model with its experts replaced by nothing: attention, norms, embedding,
-head, and what XLA saves when the experts are gone. "launches" are the kernels of a layer outside its experts, counted
-in programs with two layers of experts at least. ``--profile`` names the kernels of a call, launched one by one, with
-their time, and says how long any of them runs: what vllm_engine.py calls "kernels". ``--routing`` times nothing: it
-says how many experts of each layer a call's rows go to, and how many rows the busiest one gets; on a CPU, too.
+Random weights at the true sizes of a layer, as many layers as ``--layers`` says; embedding and head included. Weights
+of attention, shared experts and dense layers are quantized like the experts where files of the format have them so
+(``--dense bf16``: nowhere). decode: B rows, one new token each, a cache that holds ``--context`` tokens a row. prefill:
+one row, an empty cache, logits of the last token. As in ``generate``, calls follow each other in a loop inside one
+program, each fed by the one before; the time of 2 turns is taken off that of many, which leaves the device's time per
+call. Prefills are also timed after a rest, as vllm_engine.py times those of vLLM: for 20 ms, or one call, in which the
+GPU's clock is not held down by its power limit. "outside" is the time of the same model with its experts replaced by
+nothing: attention, norms, embedding, head, and what XLA saves when the experts are gone. "launches" are the kernels of
+a layer outside its experts, counted in programs with two layers of experts at least. ``--profile`` names the kernels of
+a call, launched one by one, with their time, and says how long any of them runs: what vllm_engine.py calls "kernels".
+``--routing`` times nothing: it says how many experts of each layer a call's rows go to, and how many rows the busiest
+one gets; on a CPU, too.
 
 Each case is a process of its own; its programs are compiled side by side. Cells that would end after ``--seconds`` are
 left out, and named; so are cells that fail, with the reason.
@@ -101,10 +102,11 @@ def build(name: str, scheme: str, options: Any) -> Any:
     model.embed_tokens.weight.set_value(drawn / jnp.std(drawn, dtype=jnp.float32).astype(dtype))
     if options.dense == "stored" and parsed is not None and not scheme.startswith("mxfp4"):
         keys = iter(jax.random.split(jax.random.key(3), 16 * _DRAWN))
-        for layer in model.layers:
-            for module in layer.self_attn.dense_modules().values():
-                if isinstance(module, Linear) and not module.is_dequantized:
-                    quantize(module, parsed, dtype, next(keys))
+        routers = [block.router for block in model.moe_blocks()]
+        for module in model.dense_modules().values():
+            is_stored = isinstance(module, Linear) and not module.is_dequantized
+            if is_stored and not any(module is router for router in routers):
+                quantize(module, parsed, dtype, next(keys))
     layers, kinds = list(model.layers), [kind(layer) for layer in range(options.layers)]
     for own in kinds[len(layers) :]:
         graphdef, state = nnx.split(layers[kinds.index(own)])
@@ -242,7 +244,10 @@ def measure(name: str, scheme: str, options: Any, say: Any) -> None:
         for kind, rows, new, held in calls_of(options):
             ids = jax.random.randint(jax.random.key(1), (rows, new), 0, whole.config.vocab_size)
             cache = filled_cache(whole.config, rows, held, new, whole.dtype)
-            load = np.asarray(whole.hidden_states(ids, cache=cache, return_stats=True)[-1].load)
+            stats = whole.hidden_states(ids, cache=cache, return_stats=True)[-1]
+            if stats is None:
+                raise ValueError(f"--layers {options.layers} --routing: {name} has no layer of experts among these")
+            load = np.asarray(stats.load)
             cell = dict(model=name, scheme=scheme, attention="", kind=kind, rows=rows, tokens=new, held=held)
             say(cell | dict(hit=(load > 0).sum(1).tolist(), busiest=load.max(1).tolist(), of=int(load.sum(1)[0])))
         return
