@@ -19,6 +19,7 @@ from moe_jax.models.attention import _hopper
 from moe_jax.models.attention._choice import FUSES
 from moe_jax.quantization import QuantizedMatrix
 from pallas_kernels import add_and_norm as norm_kernel
+from pallas_kernels import multiply_heads as heads_kernel
 from pallas_kernels import norm_and_multiply as product_kernel
 from pallas_kernels import rotate_and_store as rotate_kernel
 from pallas_kernels.combine import RoutedRows
@@ -28,6 +29,7 @@ from pallas_kernels.grouped_gemm.api import describe_one_expert, of_one_expert
 from pallas_kernels.grouped_gemm.config import BLOCK_MS
 from pallas_kernels.grouped_gemm.heuristics import candidates
 
+_MOST_BY_HEAD = 256  # tokens whose products by head a kernel makes
 _MOST_JOINED = 1024  # rows whose products with several 16-bit weights are made in one launch
 
 
@@ -230,6 +232,19 @@ def product_by_kernel(modules: tuple[Linear, ...], x: Float[Array, "... K"], sms
     return PartialSums(y[None], x.shape[:-1])
 
 
+def multiplied_by_head(
+    x: Float[Array, "B S N K"], w: Float[Array, "N R C"], rows: tuple[int, int], transposes_w: bool, sms: int | None
+) -> Float[Array, "B S N W"]:
+    """As ``pallas_kernels.multiply_heads``. sms: of ``num_sms``; without a kernel XLA multiplies."""
+    tokens = x.reshape(-1, *x.shape[2:])
+    desc = heads_kernel.describe(tokens, w, rows=rows, transposes_w=transposes_w)
+    is_taken = sms is not None and heads_kernel.config_error(desc, heads_kernel.choose_config(desc)) is None
+    run, judge = (functools.partial(_multiplied_by_head, rows, transposes_w, one) for one in ("hopper", "reference"))
+    is_few = desc.num_tokens <= _MOST_BY_HEAD
+    y: Any = with_gradient_of(run, judge, tokens, w) if is_taken and is_few else judge(tokens, w)
+    return y.reshape(*x.shape[:3], -1)
+
+
 def _block_m(num_tokens: int, num_weights: int) -> int | None:
     """Rows of a tile of ``product_by_kernel``.
 
@@ -335,6 +350,11 @@ def _multiplied_alone(block_m: int, x: Array, weights: list[Array], biases: list
     w, w_bias = _of_one_expert(weights, biases)
     options: Any = dict(out_dtype=x.dtype, implementation="hopper", **of_one_expert(x.shape[0], block_m))
     return grouped_gemm(x, w, bias=w_bias, **options)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _multiplied_by_head(rows: tuple[int, int], transposes_w: bool, name: str, x: Array, w: Array) -> Array:
+    return heads_kernel.multiply_heads(x, w, rows=rows, transposes_w=transposes_w, implementation=name)
 
 
 def rotated_and_stored(

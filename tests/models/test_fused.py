@@ -64,9 +64,10 @@ def calls(monkeypatch):
         return kernel(*arguments, implementation="reference", **options)
 
     kernels = ((_fused.norm_kernel, "add_and_norm"), (_fused.rotate_kernel, "rotate_and_store"))
+    kernels += ((_fused.heads_kernel, "multiply_heads"),)
     for module, name in (*kernels, (_fused.product_kernel, "norm_and_multiply"), (_fused, "grouped_gemm")):
         monkeypatch.setattr(module, name, functools.partial(stand_in, getattr(module, name)))
-    for module in (_fused.norm_kernel, _fused.rotate_kernel, _fused.product_kernel):
+    for module in (_fused.norm_kernel, _fused.rotate_kernel, _fused.product_kernel, _fused.heads_kernel):
         monkeypatch.setattr(module, "config_error", lambda desc, config: None)
     monkeypatch.setattr(_fused, "hopper_sms", lambda: 132)
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
@@ -101,6 +102,7 @@ def test_models(case, calls, name):
     is_plain = config.mla is None and config.qk_norm in (None, "head") and not config.is_rope_interleaved
     is_plain &= config.clip_qkv is None and not config.has_output_gate
     assert ("rotate_and_store" in calls) == is_plain
+    assert ("multiply_heads" in calls) == (config.mla is not None)
 
 
 def test_generate_and_gradients(case, calls):
@@ -593,13 +595,16 @@ def test_launches_of_a_latent_layer(case, monkeypatch):
         traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     main = text[text.index("func.func public @main") :].split("func.func private")[0]
-    calls = re.findall(r"call @(_added_and_normed|multiply_rows|multiply|_attend)", main)
+    calls = re.findall(r"call @(_added_and_normed|multiply_rows|multiply|_multiplied_by_head|_attend)", main)
     assert {name: calls.count(name) for name in set(calls)} == {
         "_added_and_normed": 3,
         "multiply_rows": 1,  # into attention; the two others are up to all heads, and out of attention
         "multiply": 2,
+        "_multiplied_by_head": 2,  # queries into the space of latents, and what they attended to out of it
         "_attend": 1,
     }
+    by_head = [part for part in text.split("func.func private ") if part.startswith("@_multiplied_by_head")]
+    assert len(by_head) == 2 and all("mosaic_gpu" in part and "dot_general" not in part for part in by_head)
 
 
 def test_where_they_do_not_run(case, monkeypatch):

@@ -37,6 +37,10 @@ from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm.dgrad import DgradConfig, plain_sm90
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as dgrad_kernel
 from pallas_kernels.grouped_gemm.wgrad import WgradConfig, grouped_wgrad
+from pallas_kernels.multiply_heads import HeadsConfig
+from pallas_kernels.multiply_heads import describe as describe_heads
+from pallas_kernels.multiply_heads.kernel_sm90 import multiply_heads_sm90
+from pallas_kernels.multiply_heads.reference import multiply_heads_ref
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute import api as permute_api
 from pallas_kernels.quantize_and_permute import kernel_sm90 as permute_kernel
@@ -259,6 +263,16 @@ def multiplying_side_by_side(dtype: str, block_m: int, swap_ab: bool, tokens: in
     return found[:tokens], jnp.asarray(np.concatenate(expected, axis=1), jnp.bfloat16)
 
 
+def multiplying_heads(tokens: int, rows: tuple[int, int], transposes_w: bool, stages: int) -> tuple[Any, Any]:
+    """Of rows wider than what is multiplied; more steps than stages."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.standard_normal((2, 256, 256)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((tokens, 2, 320)), jnp.bfloat16)
+    desc = describe_heads(x, w, rows=rows, transposes_w=transposes_w)
+    wide = (a.astype(jnp.float32) for a in (x, w))  # products of 16-bit numbers XLA's CPU client adds up in 16 bits
+    return multiply_heads_sm90(desc, HeadsConfig(stages))(x, w), multiply_heads_ref(desc, *wide).astype(x.dtype)
+
+
 def contracting(config: WgradConfig, out_dtype: str) -> tuple[Any, Any]:
     """Four experts, two of them empty, the last rows of the others in part; rows of nobody hold NaN."""
     rng, rows = np.random.default_rng(0), 448
@@ -450,6 +464,10 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},
     **{f"permute e4m3_group, {n}": functools.partial(permuting_short_groups, n) for n in (64, 320, 704, 8256)},
     "permute e4m3_group in parts": permuting_in_parts,
+    "multiply_heads": functools.partial(multiplying_heads, 70, (64, 192), False, 2),
+    "multiply_heads, one stage": functools.partial(multiplying_heads, 3, (0, 192), False, 1),
+    "multiply_heads, transposed": functools.partial(multiplying_heads, 3, (128, 256), True, 4),
+    "multiply_heads, transposed, two stages": functools.partial(multiplying_heads, 70, (0, 128), True, 2),
     "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 1, 2), "bfloat16"),
     "wgrad, short tiles": functools.partial(contracting, WgradConfig(128, 128, 3, 2, 2), "bfloat16"),
     "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2, 2), "float32"),

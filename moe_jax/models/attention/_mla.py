@@ -26,7 +26,7 @@ from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layer_cache import PAGE_SLOTS, SlotCache, by_rows, extended
-from moe_jax.models._layers import Addend, LayerNorm, Linear, RMSNorm, precision_of
+from moe_jax.models._layers import Addend, LayerNorm, Linear, RMSNorm
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import (
     AttentionInputs,
@@ -211,14 +211,12 @@ class LatentAttention(Partitioned):
 
     def _absorbed(self, q: Array, rows: Array, inputs: AttentionInputs) -> Array:
         """The same, with (B, S, N, V) as result."""
-        mla, heads = self.mla, self.config.num_heads
-        precision = precision_of(q.dtype)
-        weight = self.kv_b_proj.weight[...].reshape(heads, -1, mla.kv_lora_rank)
-        up_k, up_v = weight[:, : mla.qk_nope_head_dim], weight[:, mla.qk_nope_head_dim :]
-        inner = jnp.einsum("bsnd,ndr->bsnr", q[..., : mla.qk_nope_head_dim], up_k, precision=precision)
-        inner = jnp.concatenate([inner, q[..., mla.qk_nope_head_dim :]], axis=-1)
+        mla, sms, nope = self.mla, self.num_sms(), self.mla.qk_nope_head_dim
+        weight = self.kv_b_proj.weight[...].reshape(self.config.num_heads, -1, mla.kv_lora_rank)
+        inner = _fused.multiplied_by_head(q, weight, (0, nope), False, sms)
+        inner = jnp.concatenate([inner, q[..., nope:]], axis=-1)
         context = self._attend(inner[:, :, None], rows, None, inputs)[:, :, 0]
-        return jnp.einsum("bsnr,nvr->bsnv", context, up_v, precision=precision)
+        return _fused.multiplied_by_head(context, weight, (nope, weight.shape[1]), True, sms)
 
     def _attend(self, q: Array, k: Array, v: Array | None, inputs: AttentionInputs) -> Array:
         """v: None for the latents in k."""

@@ -7,6 +7,9 @@ from pallas_kernels.add_and_norm import AddNormDesc, config_error
 from pallas_kernels.add_and_norm import choose_config as choose_norm
 from pallas_kernels.add_and_norm.config import QUANTIZATIONS
 from pallas_kernels.add_and_norm.kernel_sm90 import add_and_norm_sm90
+from pallas_kernels.multiply_heads import HeadsDesc
+from pallas_kernels.multiply_heads import choose_config as choose_heads
+from pallas_kernels.multiply_heads.kernel_sm90 import multiply_heads_sm90
 from pallas_kernels.rotate_and_store import RotateDesc
 from pallas_kernels.rotate_and_store import choose_config as choose_rotate
 from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90
@@ -88,3 +91,20 @@ def rotate_and_store_cases() -> Iterator[Case]:
             kernel = rotate_and_store_sm90(dataclasses.replace(desc, has_bias=True), choose_rotate(desc, SMS))
             shapes[3:3] = [((count * width,), dtype) for count in (32, 4, 4)]
             yield Case(f"rotate_and_store {form}, biases", kernel, tuple(shapes))
+
+
+def multiply_heads_cases() -> Iterator[Case]:
+    """DeepSeek-V3's two products, one token and several tiles; more steps than stages; a narrow part."""
+    for tokens, dtype in ((1, "bfloat16"), (16, "float16"), (200, "bfloat16")):
+        for desc in (
+            HeadsDesc(tokens, 128, 0, 128, 512, dtype, transposes_w=False),
+            HeadsDesc(tokens, 128, 128, 128, 512, dtype, transposes_w=True),
+            HeadsDesc(tokens, 20, 192, 256, 512, dtype, transposes_w=True),
+            HeadsDesc(tokens, 16, 64, 192, 128, dtype, transposes_w=False),
+        ):
+            rows = desc.first_row + desc.num_rows
+            shapes: tuple[Shape, ...] = (((tokens, desc.num_heads, desc.depth), dtype),)
+            shapes += (((desc.num_heads, rows, desc.columns), dtype),)
+            config = choose_heads(desc)
+            name = f"multiply_heads {tokens} x {desc.depth} x {desc.width}, {config.num_stages} stages"
+            yield Case(name, multiply_heads_sm90(desc, config), shapes, "HGMMA")
