@@ -1,5 +1,6 @@
 """``multiply_heads``: each head's rows times a part of the head's own matrix."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -49,7 +50,11 @@ def multiply_heads(
         # here: importing it loads Pallas
         from pallas_kernels.multiply_heads.kernel_sm90 import multiply_heads_sm90
 
-        return multiply_heads_sm90(desc, chosen)(x, w)
+        # TMA copies of swizzled tiles want fewer than eight rows, or whole eights.
+        missing = -desc.num_tokens % 8 if desc.num_tokens > 8 else 0
+        padded = dataclasses.replace(desc, num_tokens=desc.num_tokens + missing)
+        rows_of_x = jnp.pad(x, ((0, missing), (0, 0), (0, 0))) if missing else x
+        return multiply_heads_sm90(padded, chosen)(rows_of_x, w)[: desc.num_tokens]
 
     runs = dict(hopper=hopper, reference=lambda: multiply_heads_ref(desc, x, w))
     return first_that_runs("multiply_heads", runs, implementation)

@@ -24,7 +24,8 @@ from pallas_kernels.multiply_heads.config import DEPTH, ROWS, WARPGROUPS, HeadsC
 
 
 def multiply_heads_sm90(desc: HeadsDesc, config: HeadsConfig) -> Kernel:
-    """The kernel: (x (T, N, K or more), w (N, R, C)) -> (T, N, outputs). config must pass config_error."""
+    """The kernel: (x (T, N, K or more), w (N, R, C)) -> (T, N, outputs). T is below 8 or a multiple of it; config must
+    pass config_error."""
     dtype, stages = jnp.dtype(desc.dtype), config.num_stages
     tiled = mosaic.tiled(dtype, 128)
     weights = (desc.num_rows, DEPTH) if desc.transposes_w else (DEPTH, desc.columns)

@@ -12,12 +12,14 @@ from pallas_kernels.common.sm90 import SMEM_BYTES
 from pallas_kernels.multiply_heads import (
     HeadsConfig,
     HeadsDesc,
+    api,
     choose_config,
     config_error,
     describe,
     multiply_heads,
 )
 from pallas_kernels.multiply_heads.config import shared_bytes
+from tests.support.kernels.case import launches
 from tests.support.kernels.layer_cases import multiply_heads_cases
 from tests.support.refusals import refuses
 
@@ -100,8 +102,15 @@ def test_lowers_for_cuda(case):
     assert case.launches() == 1
 
 
+@pytest.mark.parametrize("tokens", [7, 12, 65])
+def test_any_number_of_tokens_lowers(monkeypatch, tokens):
+    monkeypatch.setattr(api, "hopper_sms", lambda: 132)
+    x, w, _ = make(tokens, 4, (0, 128), 128, 128, "bfloat16", False)
+    assert launches(functools.partial(multiply_heads, rows=(0, 128), implementation="hopper"), x, w) == 1
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 7, 16, 64, 65, 256])
+@pytest.mark.parametrize("tokens", [1, 7, 12, 16, 64, 65, 256])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu(dtype, tokens):
     """DeepSeek-V3's sizes, and others; again the same bits; a token's bits are those of fewer tokens."""
@@ -115,6 +124,6 @@ def test_gpu(dtype, tokens):
         y = check(*call)
         np.testing.assert_array_equal(check(*call), y)
         np.testing.assert_array_equal(check(*call, config=HeadsConfig(1)), y)
-        x, w, _ = make(*call[:-1])
+        x, w, _ = make(*call[:-1], more=64)
         alone = multiply_heads(x[-1:], w, rows=rows, transposes_w=transposes_w, implementation="hopper")
         np.testing.assert_array_equal(alone[0], y[-1])

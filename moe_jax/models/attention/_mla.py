@@ -149,7 +149,7 @@ class LatentAttention(Partitioned):
             compressed = self.q_a_layernorm(first)
             q = self.q_b_proj(compressed)
         q = q.reshape(*x.shape[:2], self.config.num_heads, -1)
-        q = jnp.concatenate([q[..., : mla.qk_nope_head_dim], self._rotated(q[..., mla.qk_nope_head_dim :], inputs)], -1)
+        rotated = self._rotated(q[..., mla.qk_nope_head_dim :], inputs)
         key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
         row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
         new: tuple[Array, ...] = (row[:, None],)
@@ -169,7 +169,7 @@ class LatentAttention(Partitioned):
         if selected is not None and x.shape[1] == 1:
             rows, inputs = _gathered(rows, inputs)
         absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
-        y = (self._absorbed if absorbs else self._expanded)(q, rows, inputs)
+        y = (self._absorbed if absorbs else self._expanded)(q, rotated, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept, selected
 
     def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
@@ -200,21 +200,23 @@ class LatentAttention(Partitioned):
         """As of ``Attention``."""
         return None if self.partition is not None else _fused.num_sms(self.implementation)
 
-    def _expanded(self, q: Array, rows: Array, inputs: AttentionInputs) -> Array:
-        """q (B, S, N, nope + rope), rows (B, 1, L, rank + rope) -> (B, S, N, 1, V)."""
+    def _expanded(self, q: Array, rotated: Array, rows: Array, inputs: AttentionInputs) -> Array:
+        """q (B, S, N, nope + rope), of which ``rotated`` (B, S, N, rope) takes the place of the last; rows (B, 1, L,
+        rank + rope) -> (B, S, N, 1, V)."""
         mla, heads = self.mla, self.config.num_heads
+        q = jnp.concatenate([q[..., : mla.qk_nope_head_dim], rotated], axis=-1)
         latent, key = rows[:, 0, :, : mla.kv_lora_rank], rows[:, :, :, mla.kv_lora_rank :]
         both = self.kv_b_proj(latent).reshape(*latent.shape[:2], heads, -1).swapaxes(1, 2)
         shared = jnp.broadcast_to(key, (*both.shape[:3], key.shape[-1]))
         k = jnp.concatenate([both[..., : mla.qk_nope_head_dim], shared], axis=-1)
         return self._attend(q[:, :, :, None], k, both[..., mla.qk_nope_head_dim :], inputs)
 
-    def _absorbed(self, q: Array, rows: Array, inputs: AttentionInputs) -> Array:
+    def _absorbed(self, q: Array, rotated: Array, rows: Array, inputs: AttentionInputs) -> Array:
         """The same, with (B, S, N, V) as result."""
         mla, sms, nope = self.mla, self.num_sms(), self.mla.qk_nope_head_dim
         weight = self.kv_b_proj.weight[...].reshape(self.config.num_heads, -1, mla.kv_lora_rank)
         inner = _fused.multiplied_by_head(q, weight, (0, nope), False, sms)
-        inner = jnp.concatenate([inner, q[..., nope:]], axis=-1)
+        inner = jnp.concatenate([inner, rotated], axis=-1)
         context = self._attend(inner[:, :, None], rows, None, inputs)[:, :, 0]
         return _fused.multiplied_by_head(context, weight, (nope, weight.shape[1]), True, sms)
 
