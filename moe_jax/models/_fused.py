@@ -5,6 +5,7 @@ They run for models with ``attention="auto"`` or "hopper", on one device. Everyt
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,6 +23,7 @@ from pallas_kernels import add_and_norm as norm_kernel
 from pallas_kernels import multiply_heads as heads_kernel
 from pallas_kernels import norm_and_multiply as product_kernel
 from pallas_kernels import rotate_and_store as rotate_kernel
+from pallas_kernels import store_latents as latents_kernel
 from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.grouped_gemm import grouped_gemm
@@ -239,7 +241,8 @@ def multiplied_by_head(
     tokens = x.reshape(-1, *x.shape[2:])
     desc = heads_kernel.describe(tokens, w, rows=rows, transposes_w=transposes_w)
     is_taken = sms is not None and heads_kernel.config_error(desc, heads_kernel.choose_config(desc)) is None
-    run, judge = (functools.partial(_multiplied_by_head, rows, transposes_w, one) for one in ("hopper", "reference"))
+    run = functools.partial(_multiplied_by_head, rows, transposes_w)
+    judge = functools.partial(heads_kernel.multiply_heads_ref, desc)
     is_few = desc.num_tokens <= _MOST_BY_HEAD
     y: Any = with_gradient_of(run, judge, tokens, w) if is_taken and is_few else judge(tokens, w)
     return y.reshape(*x.shape[:3], -1)
@@ -352,9 +355,9 @@ def _multiplied_alone(block_m: int, x: Array, weights: list[Array], biases: list
     return grouped_gemm(x, w, bias=w_bias, **options)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _multiplied_by_head(rows: tuple[int, int], transposes_w: bool, name: str, x: Array, w: Array) -> Array:
-    return heads_kernel.multiply_heads(x, w, rows=rows, transposes_w=transposes_w, implementation=name)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _multiplied_by_head(rows: tuple[int, int], transposes_w: bool, x: Array, w: Array) -> Array:
+    return heads_kernel.multiply_heads(x, w, rows=rows, transposes_w=transposes_w, implementation="hopper")
 
 
 def rotated_and_stored(
@@ -416,3 +419,90 @@ def _rotated_and_stored(
     options: Any = dict(biases=biases, norms=weights, eps=eps, scales=scales, has_parts=True, implementation=name)
     options |= dict(page_table=page_table)
     return rotate_kernel.rotate_and_store(projected, cos, sin, cached, *places, **options)
+
+
+def latents_stored(
+    projected: PartialSums,
+    cache: Float[Array, "_ 1 L W"],
+    cos: Array,
+    sin: Array,
+    places: tuple[Array, Array, Array],
+    norms: tuple[RMSNorm, ...],
+    to_heads: Linear | None,
+    *,
+    is_interleaved: bool,
+    page_table: Array | None,
+    sms: int | None,
+) -> tuple[Array | None, Array] | None:
+    """(queries of all heads (B, S, N * D), the cache with the latents of these tokens), or None where no kernel does
+    that.
+
+    projected: what queries are made of, latents and keys, side by side. norms: of the first, where there is
+    ``to_heads``, which makes queries of it, and of latents; without it the queries are None. places: starts, lengths,
+    first_slots. sms: of ``num_sms``.
+    """
+    rows, lead, dtype = projected.parts[0], projected.lead, cache.dtype
+    is_plain = projected.parts.shape[0] == 1 and not projected.biases and all(type(norm) is RMSNorm for norm in norms)
+    weights = tuple(norm.weight[...] for norm in norms)
+    is_plain &= {jnp.dtype(a.dtype) for a in (rows, cache, *weights)} == {jnp.dtype(dtype)}
+    width_of_key = cache.shape[-1] - weights[-1].shape[0]
+    if sms is None or 0 in lead or not is_plain or 2 * cos.shape[-1] != width_of_key:
+        return None
+    matrix = None if to_heads is None or to_heads.lora is not None else to_heads.weight.get_value()
+    quantization = None
+    if to_heads is not None and isinstance(matrix, QuantizedMatrix):
+        quantization = quantized_rows([matrix], math.prod(lead), dtype, to_heads.implementation)
+    kind, room = quantization or ("none", 0)
+    settings: Any = dict(eps=norms[0].eps, is_interleaved=is_interleaved, quantization=kind, scale_rows=room or None)
+    of_queries = weights[0] if len(weights) == 2 else None
+    desc = latents_kernel.describe(rows, cos, cache, weights[-1], of_queries, page_table, **settings)
+    if latents_kernel.config_error(desc, latents_kernel.choose_config(desc, sms)) is not None:
+        return None
+    options = (norms[0].eps, is_interleaved, kind, room)
+    arguments: Any = rows, cache, cos, sin, places, weights, page_table
+
+    if quantization is None:
+        run, judge = (functools.partial(_latents_stored, *options, name) for name in ("hopper", "reference"))
+        both: Any = with_gradient_of(run, judge, *arguments)
+        return None if to_heads is None else to_heads(both[0].reshape(*lead, -1)), both[1]
+    assert to_heads is not None
+    implementation = to_heads.implementation
+
+    def by_kernel(*operands):
+        *operands, matrix, bias = operands
+        (codes, scales), cache = _latents_stored(*options, "hopper", *operands)
+        biases = None if bias is None else [bias]
+        return products_of_rows(codes, scales, desc.rows.num_tokens, [matrix], biases, dtype, implementation)[0], cache
+
+    arguments = *arguments, matrix, None if to_heads.bias is None else to_heads.bias[...]
+    shape: Any = jax.eval_shape(by_kernel, *arguments)[0]
+
+    def by_xla(*operands):
+        *operands, matrix, bias = operands
+        found, cache = _latents_stored(*options[:2], "none", 0, "reference", *operands)
+        y = _product_by_xla(found, matrix, bias)
+        return jnp.pad(y, ((0, shape.shape[0] - y.shape[0]), (0, 0))), cache
+
+    both = with_gradient_of(by_kernel, by_xla, *arguments)
+    return PartialSums(both[0][None], lead).whole(dtype), both[1]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _latents_stored(
+    eps: float,
+    is_interleaved: bool,
+    quantization: str,
+    scale_rows: int,
+    name: str,
+    rows: Array,
+    cache: Array,
+    cos: Array,
+    sin: Array,
+    places: tuple[Array, Array, Array],
+    weights: tuple[Array, ...],
+    page_table: Array | None,
+) -> tuple[Any, Array]:
+    options: Any = dict(eps=eps, is_interleaved=is_interleaved, quantization=quantization, implementation=name)
+    options |= dict(kv_norm=weights[-1], q_norm=weights[0] if len(weights) == 2 else None)
+    options |= dict(scale_rows=scale_rows or None, page_table=page_table)
+    return latents_kernel.store_latents(rows, cos, sin, cache, *places, **options)

@@ -1,7 +1,7 @@
 """The shell of kernels that work on rows: persistent CTAs, each of which takes every num_ctas-th item."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,11 +33,13 @@ def row_kernel(
     )
 
 
-def in_place_row_kernel(body: Callable[..., None], num_changed: int, out_type: Any, num_ctas: int, name: str) -> Kernel:
+def in_place_row_kernel(
+    body: Callable[..., None], num_changed: int, out_types: Sequence[Any], num_ctas: int, name: str
+) -> Kernel:
     """``row_kernel`` of one warpgroup for a kernel that changes its first ``num_changed`` operands where they lie.
 
-    body: function of ``num_ctas`` and the refs of operands and of one output of ``out_type``. The kernel returns the
-    operands that it changes and the output. They are copied where the caller goes on using what they held.
+    body: function of ``num_ctas`` and the refs of operands and of outputs of ``out_types``. The kernel returns the
+    operands that it changes and the outputs. They are copied where the caller goes on using what they held.
     """
 
     mesh = plgpu.Mesh(grid=(num_ctas,), grid_names=("cta",), num_threads=1, thread_name="warpgroup")
@@ -47,9 +49,9 @@ def in_place_row_kernel(body: Callable[..., None], num_changed: int, out_type: A
     def run(*operands):
         # The kernel writes into refs. Every ref of a call becomes an output that lies where its operand does, so
         # operands that it only reads are none.
-        state = (*operands[:num_changed], jax.lax.empty(out_type.shape, out_type.dtype))
-        read = operands[num_changed:]
-        return pl.run_state(lambda refs: kernel(*refs[:-1], *read, refs[-1]))(state)
+        changed, read = operands[:num_changed], operands[num_changed:]
+        state = (*changed, *(jax.lax.empty(one.shape, one.dtype) for one in out_types))
+        return pl.run_state(lambda refs: kernel(*refs[:num_changed], *read, *refs[num_changed:]))(state)
 
     return run
 

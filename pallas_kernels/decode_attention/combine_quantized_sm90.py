@@ -18,14 +18,13 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt
-from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale, int8_token_factors
-from pallas_kernels.common.numerics_sm90 import divided
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, values_a_thread
 from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
+from pallas_kernels.quantize_and_permute.by_thread_sm90 import coded, magnitude
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
 
@@ -121,21 +120,13 @@ def _kernel(
     results = results if scales is None else [result * scales[1] for result in results]
     results = [result.astype(desc.dtype).astype(jnp.float32) for result in results]
 
-    magnitudes = [lax.bitcast_convert_type(jnp.abs(result), jnp.int32) for result in results]  # NaN is the largest
     if rows.is_grouped:
         largest = functools.partial(_largest_of_column, maxima, columns)
     else:
         largest = functools.partial(_largest_of_row, maxima, warpgroups)
-    amax = lax.bitcast_convert_type(largest(functools.reduce(jnp.maximum, magnitudes)), jnp.float32)
-    if rows.quantization == "int8_row":
-        inverse, scale = int8_token_factors(amax)
-        coded = [simt.rounded(result * inverse) for result in results]
-    else:
-        of_group = functools.partial(e4m3_group_scale, is_power_of_two=rows.has_power_of_two_scales)
-        scale = of_group(amax) if rows.is_grouped else e4m3_row_scale(amax)
-        coded = [simt.e4m3_bits(divided(result, scale)) for result in results]
+    codes_of_values, scale = coded(rows, results, lax.bitcast_convert_type(largest(magnitude(results)), jnp.float32))
     value = lax.shift_right_logical(thread, jnp.full_like(thread, columns.bit_length() - 1))
-    for i, code in enumerate(coded):
+    for i, code in enumerate(codes_of_values):
         index = (head + row * desc.num_heads) * width + (value + i * (WARPGROUP // columns))
         simt.store_bits(codes, index, code, is_used, 1)
     room = rows.scale_rows or rows.num_rows

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.common import mosaic
-from pallas_kernels.common.pages import PAGE_SLOTS
+from pallas_kernels.common.pages_sm90 import slot_of
 from pallas_kernels.common.row_kernel_sm90 import for_items_of, in_place_row_kernel
 from pallas_kernels.common.sm90 import LANES
 from pallas_kernels.common.types import Ref, Scalar, Value
@@ -27,7 +27,7 @@ def rotate_and_store_sm90(
     first_slots, [pages (B, T)]) -> (queries, caches)."""
     tokens = desc.batch * desc.num_tokens
     out = jax.ShapeDtypeStruct((tokens, desc.num_heads, desc.width), desc.dtype)
-    call = in_place_row_kernel(functools.partial(_kernel, desc), 2, out, config.num_ctas, "rotate_and_store")
+    call = in_place_row_kernel(functools.partial(_kernel, desc), 2, [out], config.num_ctas, "rotate_and_store")
 
     def run(k, v, *rest):
         count = 1 if desc.is_packed else 3
@@ -93,14 +93,7 @@ def _kernel(desc: RotateDesc, num_ctas: int, k_cache: Ref, v_cache: Ref, *rest: 
 
     def store(which: int, token: Scalar, head: Scalar, values: Callable[[], list[Value]]) -> None:
         cache = (k_cache, v_cache)[which]
-        row, column = lax.div(token, jnp.int32(desc.num_tokens)), lax.rem(token, jnp.int32(desc.num_tokens))
-        slot = first_slots[row] + column
-
-        is_kept = (slot >= starts[row]) & (slot < lengths[row])
-        if pages is not None:
-            column = lax.clamp(jnp.int32(0), lax.div(slot, jnp.int32(PAGE_SLOTS)), jnp.int32(pages.shape[1] - 1))
-            row, slot = pages[row, column], lax.rem(slot, jnp.int32(PAGE_SLOTS))
-            is_kept = is_kept & (row >= 0) & (row < desc.num_pages)
+        row, slot, is_kept = slot_of(token, desc.num_tokens, desc.num_pages, starts, lengths, first_slots, pages)
 
         @pl.when(is_kept)
         def _():

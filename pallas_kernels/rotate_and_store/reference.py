@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.common.numerics import cast_e4m3, divide
-from pallas_kernels.common.pages import PAGE_SLOTS
+from pallas_kernels.common.pages import slots_of
 from pallas_kernels.rotate_and_store.config import RotateDesc
 
 
@@ -41,17 +41,7 @@ def rotate_and_store_ref(
     q, k, v = (part.astype(dtype) for part in (_rotated(q, cos, sin), _rotated(k, cos, sin), v))
     if scales is not None:
         k, v = (cast_e4m3(divide(x.astype(jnp.float32), scale)) for x, scale in zip((k, v), scales, strict=True))
-    starts, lengths, first_slots = places
-    slots = first_slots[:, None] + jnp.arange(desc.num_tokens, dtype=jnp.int32)
-    is_kept = (slots >= starts[:, None]) & (slots < lengths[:, None])
-    if page_table is None:
-        rows = jnp.broadcast_to(jnp.arange(desc.batch)[:, None], slots.shape)
-        slots = jnp.where(is_kept, slots, desc.num_slots)  # which is outside
-    else:
-        columns = jnp.clip(slots // PAGE_SLOTS, 0, page_table.shape[1] - 1)
-        rows = jnp.take_along_axis(page_table, columns, axis=1)
-        rows = jnp.where(is_kept & (rows >= 0), rows, desc.num_pages)  # which is none
-        slots = slots % PAGE_SLOTS
+    rows, slots = slots_of(desc.num_tokens, desc.num_slots, desc.num_pages, *places, page_table)
     keys, values = (cache.at[rows, :, slots].set(new, mode="drop") for cache, new in zip(caches, (k, v), strict=True))
     return q, keys, values
 

@@ -64,10 +64,11 @@ def calls(monkeypatch):
         return kernel(*arguments, implementation="reference", **options)
 
     kernels = ((_fused.norm_kernel, "add_and_norm"), (_fused.rotate_kernel, "rotate_and_store"))
-    kernels += ((_fused.heads_kernel, "multiply_heads"),)
+    kernels += ((_fused.heads_kernel, "multiply_heads"), (_fused.latents_kernel, "store_latents"))
     for module, name in (*kernels, (_fused.product_kernel, "norm_and_multiply"), (_fused, "grouped_gemm")):
         monkeypatch.setattr(module, name, functools.partial(stand_in, getattr(module, name)))
-    for module in (_fused.norm_kernel, _fused.rotate_kernel, _fused.product_kernel, _fused.heads_kernel):
+    modules = (_fused.norm_kernel, _fused.rotate_kernel, _fused.product_kernel, _fused.heads_kernel)
+    for module in (*modules, _fused.latents_kernel):
         monkeypatch.setattr(module, "config_error", lambda desc, config: None)
     monkeypatch.setattr(_fused, "hopper_sms", lambda: 132)
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
@@ -565,7 +566,7 @@ def test_projections_of_latent_attention(case, calls, monkeypatch, rank):
         del calls[:]
         answer = jax.jit(lambda model, ids, cache: model(ids, cache=cache)[0])  # a new one, traced with this backend
         found.append(np.asarray(answer(model, jnp.arange(12).reshape(2, 6) % VOCAB, model.init_cache(2, 8))))
-        assert ("add_and_norm" in calls) == (attention == "auto")
+        assert {"add_and_norm", "store_latents"} <= set(calls) if attention == "auto" else not calls
         into = side_by_side(model.layers[0].self_attn._into(), jnp.ones((2, 256), jnp.bfloat16), jnp.bfloat16)
         assert (into is not None) == isinstance(backend, _Joining)
     np.testing.assert_array_equal(found[1], found[0])
@@ -573,7 +574,7 @@ def test_projections_of_latent_attention(case, calls, monkeypatch, rank):
 
 
 def test_launches_of_a_latent_layer(case, monkeypatch):
-    """A decode step for CUDA with DeepSeek-V3's widths: one product into attention, of codes that the norm writes."""
+    """A decode step for CUDA with DeepSeek-V3's widths: the launches of its attention."""
     config = case("deepseek_v3").model.config
     monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -595,11 +596,14 @@ def test_launches_of_a_latent_layer(case, monkeypatch):
         traced = jax.jit(step).trace(state, jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     main = text[text.index("func.func public @main") :].split("func.func private")[0]
-    calls = re.findall(r"call @(_added_and_normed|multiply_rows|multiply|_multiplied_by_head|_attend)", main)
+    calls = re.findall(
+        r"call @(_added_and_normed|multiply_rows|multiply|_multiplied_by_head|_latents_stored|_attend)", main
+    )
     assert {name: calls.count(name) for name in set(calls)} == {
         "_added_and_normed": 3,
-        "multiply_rows": 1,  # into attention; the two others are up to all heads, and out of attention
-        "multiply": 2,
+        "_latents_stored": 1,
+        "multiply_rows": 2,  # into attention and up to all heads, of codes that the two above write
+        "multiply": 1,  # out of attention
         "_multiplied_by_head": 2,  # queries into the space of latents, and what they attended to out of it
         "_attend": 1,
     }

@@ -30,7 +30,7 @@ from pallas_kernels.decode_attention import (
 )
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.config import E4M3_WIDTHS, HEADS, DecodeForm, choose_config, shared_bytes
-from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute import by_thread_sm90, quantize_and_permute
 from tests.support.kernels import warpgroups
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, combine_case, decode_cases, decode_desc
 from tests.support.kernels.in_lockstep import Memory, simt_of
@@ -406,6 +406,7 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
     stand_ins = warpgroups.stand_ins() | dict(simt=simt)
     for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_quantized_sm90, name, stand_ins[name])
+    monkeypatch.setattr(by_thread_sm90, "simt", simt)
     monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
     body = functools.partial(
         combine_quantized_sm90._kernel, desc, config, rows, warpgroups_of_cta, *refs, codes, scales

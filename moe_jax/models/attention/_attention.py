@@ -131,21 +131,25 @@ def projected_with_norm(
     return None if found is None else (found[0], Projected(found[1], x.shape, x.dtype))
 
 
-def outputs_of(
+def joined_product(
     modules: tuple[Linear, ...], x: Float[Array, "B S H"] | Projected, partition: Partition | None
+) -> PartialSums | None:
+    """What all modules make of x side by side, where one launch makes it. partition: of the module that calls; over a
+    mesh each has a product of its own."""
+    if isinstance(x, Projected):
+        return x.products[0] if len(x.products) == 1 else None
+    return side_by_side(modules, x, x.dtype) if partition is None else None
+
+
+def outputs_of(
+    modules: tuple[Linear, ...], x: Float[Array, "B S H"] | Projected, joined: PartialSums | None
 ) -> list[Float[Array, "B S _"]]:
-    """What each module makes of x, in one launch where one product can make them all. partition: of the module that
-    calls; over a mesh each has a product of its own."""
-    products = x.products if isinstance(x, Projected) else ()
-    if not isinstance(x, Projected) and partition is None:
-        joined = side_by_side(modules, x, x.dtype)
-        products = () if joined is None else (joined,)
-    if len(products) == 1:
+    """What each module makes of x. joined: of ``joined_product``."""
+    if joined is not None:
         ends = np.cumsum([module.weight.shape[0] for module in modules])[:-1]
-        return jnp.split(products[0].whole(x.dtype), ends, axis=-1)
-    if products:
-        return [product.whole(x.dtype) for product in products]
-    assert not isinstance(x, Projected)
+        return jnp.split(joined.whole(x.dtype), ends, axis=-1)
+    if isinstance(x, Projected):
+        return [product.whole(x.dtype) for product in x.products]
     return [module(x) for module in modules]
 
 
@@ -343,7 +347,8 @@ class Attention(Partitioned):
         """Rotated q (B, S, kv_heads, group, D), rotated k and v as the cache keeps them, (B, kv_heads, S, D), and the
         logits of the output's gate (B, S, heads * D) or None."""
         config, gate = self.config, None
-        q, k, v = outputs_of((self.q_proj, self.k_proj, self.v_proj), x, self.partition)
+        modules = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = outputs_of(modules, x, joined_product(modules, x, self.partition))
         if config.has_output_gate:  # of each head its query, then its gate
             q, gate = jnp.split(q.reshape(*x.shape[:2], -1, 2 * config.head_dim), 2, axis=-1)
             q, gate = q.reshape(*x.shape[:2], -1), gate.reshape(*x.shape[:2], -1)

@@ -26,12 +26,13 @@ from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig, MLAConfig
 from moe_jax.models._layer_cache import PAGE_SLOTS, SlotCache, by_rows, extended
-from moe_jax.models._layers import Addend, LayerNorm, Linear, RMSNorm
+from moe_jax.models._layers import Addend, LayerNorm, Linear, PartialSums, RMSNorm
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.models.attention._attention import (
     AttentionInputs,
     Projected,
     attend,
+    joined_product,
     outputs_of,
     projected_with_norm,
 )
@@ -139,31 +140,22 @@ class LatentAttention(Partitioned):
     def _forward(
         self, x: Float[Array, "B S H"] | Projected, inputs: AttentionInputs, cached: SlotCache | None
     ) -> tuple[Float[Array, "B S H"], SlotCache, Int[Array, "B S K"] | None]:
-        mla = self.mla
-        first, row = outputs_of(self._into(), x, self.partition)
-        compressed: Any = x
-        if self.q_proj is not None:
-            q = first
+        mla, places = self.mla, (inputs.starts, inputs.lengths, inputs.first_slots)
+        joined, compressed = joined_product(self._into(), x, self.partition), None
+        found = None if joined is None or cached is None else self._in_one_launch(joined, inputs, cached)
+        if found is None:
+            q, compressed, new = self._queries_and_latents(x, joined, inputs)
+            kept = extended(cached, new, *places, inputs.page_table)
         else:
-            assert self.q_a_layernorm is not None and self.q_b_proj is not None
-            compressed = self.q_a_layernorm(first)
-            q = self.q_b_proj(compressed)
+            q, kept = found
         q = q.reshape(*x.shape[:2], self.config.num_heads, -1)
         rotated = self._rotated(q[..., mla.qk_nope_head_dim :], inputs)
-        key = self._rotated(row[:, :, None, mla.kv_lora_rank :], inputs)[:, :, 0]
-        row = jnp.concatenate([self.kv_a_layernorm(row[..., : mla.kv_lora_rank]), key], axis=-1)
-        new: tuple[Array, ...] = (row[:, None],)
-        if self.indexer is not None:
-            assert not isinstance(x, Projected), "added_and_projected has made none"
-            new += (self.indexer.keys(x, inputs),)
-        places = inputs.starts, inputs.lengths
-        kept = extended(cached, new, *places, inputs.first_slots, inputs.page_table)
-        rows, *index_keys = by_rows(kept, *places, inputs.page_table)
+        rows, *index_keys = by_rows(kept, inputs.starts, inputs.lengths, inputs.page_table)
         inputs = dataclasses.replace(inputs, page_table=None)
         if not self._selects(rows.shape[2]):
             inputs = dataclasses.replace(inputs, selected=None)
         elif self.indexer is not None:
-            assert not isinstance(x, Projected), "as above"
+            assert not isinstance(x, Projected) and compressed is not None, "as above"
             inputs = dataclasses.replace(inputs, selected=self.indexer.select(x, compressed, index_keys[0], inputs))
         selected = inputs.selected
         if selected is not None and x.shape[1] == 1:
@@ -171,6 +163,51 @@ class LatentAttention(Partitioned):
         absorbs = is_cheaper_absorbed(mla, x.shape[1], rows.shape[2])
         y = (self._absorbed if absorbs else self._expanded)(q, rotated, rows, inputs)
         return self.o_proj(y.reshape(*x.shape[:2], -1)), kept, selected
+
+    def _queries_and_latents(
+        self, x: Float[Array, "B S H"] | Projected, joined: PartialSums | None, inputs: AttentionInputs
+    ) -> tuple[Array, Array | None, tuple[Array, ...]]:
+        """Queries of all heads, the compressed row that they are made of, and this call's rows of the cache."""
+        rank, compressed = self.mla.kv_lora_rank, None
+        q, row = outputs_of(self._into(), x, joined)
+        if self.q_proj is None:
+            assert self.q_a_layernorm is not None and self.q_b_proj is not None
+            compressed = self.q_a_layernorm(q)
+            q = self.q_b_proj(compressed)
+        key = self._rotated(row[:, :, None, rank:], inputs)[:, :, 0]
+        row = jnp.concatenate([self.kv_a_layernorm(row[..., :rank]), key], axis=-1)
+        new: tuple[Array, ...] = (row[:, None],)
+        if self.indexer is not None:
+            assert not isinstance(x, Projected), "added_and_projected has made none"
+            new += (self.indexer.keys(x, inputs),)
+        return q, compressed, new
+
+    def _in_one_launch(
+        self, joined: PartialSums, inputs: AttentionInputs, cached: SlotCache
+    ) -> tuple[Array, SlotCache] | None:
+        """Queries of all heads, and the cache with the rows of these tokens; None where no kernel writes them. An
+        indexer has keys of its own to write."""
+        if self.indexer is not None:
+            return None
+        norms = tuple(norm for norm in (self.q_a_layernorm, self.kv_a_layernorm) if norm is not None)
+        found = _fused.latents_stored(
+            joined,
+            cached.arrays[0],
+            inputs.cos,
+            inputs.sin,
+            (inputs.starts, inputs.lengths, inputs.first_slots),
+            norms,
+            self.q_b_proj,
+            is_interleaved=self.mla.is_interleaved,
+            page_table=inputs.page_table,
+            sms=self.num_sms(),
+        )
+        if found is None:
+            return None
+        q, rows = found
+        if q is None:
+            q = outputs_of(self._into(), Projected((joined,), joined.lead, rows.dtype), joined)[0]
+        return q, SlotCache((rows,))
 
     def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
         """As of ``Attention``."""

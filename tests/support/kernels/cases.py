@@ -52,7 +52,12 @@ from pallas_kernels.tuning import table_for
 from tests.support.kernels.attention_cases import prefill_cases
 from tests.support.kernels.case import Case, Shape
 from tests.support.kernels.decode_cases import combine_quantized_cases, decode_cases
-from tests.support.kernels.layer_cases import add_and_norm_cases, multiply_heads_cases, rotate_and_store_cases
+from tests.support.kernels.layer_cases import (
+    add_and_norm_cases,
+    multiply_heads_cases,
+    rotate_and_store_cases,
+    store_latents_cases,
+)
 from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
 
 H200_SMS = 132
@@ -746,3 +751,4 @@ def all_cases() -> Iterator[Case]:
     yield from add_and_norm_cases()
     yield from rotate_and_store_cases()
     yield from multiply_heads_cases()
+    yield from store_latents_cases()

@@ -13,6 +13,10 @@ from pallas_kernels.multiply_heads.kernel_sm90 import multiply_heads_sm90
 from pallas_kernels.rotate_and_store import RotateDesc
 from pallas_kernels.rotate_and_store import choose_config as choose_rotate
 from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90
+from pallas_kernels.store_latents import LatentsDesc
+from pallas_kernels.store_latents import choose_config as choose_latents
+from pallas_kernels.store_latents.config import QUANTIZATIONS as LATENT_QUANTIZATIONS
+from pallas_kernels.store_latents.kernel_sm90 import store_latents_sm90
 from tests.support.kernels.case import Case, Shape
 
 SMS = 132
@@ -108,3 +112,26 @@ def multiply_heads_cases() -> Iterator[Case]:
             config = choose_heads(desc)
             name = f"multiply_heads {tokens} x {desc.depth} x {desc.width}, {config.num_stages} stages"
             yield Case(name, multiply_heads_sm90(desc, config), shapes, "HGMMA")
+
+
+def store_latents_cases() -> Iterator[Case]:
+    """DeepSeek-V3's rows in each quantization; rows whose first columns are not read; a narrow latent in pages."""
+    deepseek = LatentsDesc(16, 1, 1536, 512, 64, 1024, "bfloat16", 1e-6, is_interleaved=True, has_queries=True)
+    for quantization in LATENT_QUANTIZATIONS:
+        yield _store_latents_case(dataclasses.replace(deepseek, quantization=quantization, scale_rows=64))
+    yield _store_latents_case(dataclasses.replace(deepseek, queries=3072, has_queries=False))
+    narrow = dict(num_tokens=5, queries=640, rank=192, rope=32, dtype="float16", is_interleaved=False, num_pages=40)
+    yield _store_latents_case(dataclasses.replace(deepseek, **narrow))
+
+
+def _store_latents_case(desc: LatentsDesc) -> Case:
+    tokens, width = desc.batch * desc.num_tokens, desc.rank + desc.rope
+    slots = (desc.num_pages, 1, 64, width) if desc.num_pages else (desc.batch, 1, desc.num_slots, width)
+    shapes: tuple[Shape, ...] = ((slots, desc.dtype), ((tokens, desc.queries + width), desc.dtype))
+    shapes += (((desc.queries,), desc.dtype),) * desc.has_queries
+    shapes += (((desc.rank,), desc.dtype), *[((desc.batch, desc.num_tokens, desc.rope // 2), "float32")] * 2)
+    shapes += (((desc.batch,), "int32"),) * 3
+    shapes += (((desc.batch, desc.num_slots // 64), "int32"),) * bool(desc.num_pages)
+    kind = f"{desc.queries} columns in {desc.quantization}" if desc.has_queries else "the latent alone"
+    name = f"store_latents {desc.rank} + {desc.rope}, {kind}{', pages' * bool(desc.num_pages)}"
+    return Case(name, store_latents_sm90(desc, choose_latents(desc, SMS)), shapes)
