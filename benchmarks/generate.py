@@ -124,10 +124,12 @@ def quantize(module: Linear, scheme: Scheme, dtype: Any, key: Any) -> None:
 
 def filled_cache(config: Any, rows: int, held: int, new: int, dtype: Any) -> KVCache:
     """A cache with room for ``new`` tokens, as if ``held`` tokens a row had been seen."""
-    cache = KVCache.zeros(config, rows, -(-(held + new) // _TILED) * _TILED, dtype)
-    keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(cache.layers))))
-    layers = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(a.dtype), cache.layers)
-    return dataclasses.replace(cache, layers=layers, lengths=jnp.full((rows,), held, jnp.int32))
+    make = functools.partial(KVCache.zeros, config, rows, -(-(held + new) // _TILED) * _TILED, dtype)
+    shapes = jax.eval_shape(make)  # zeros would take the memory of a second cache
+    keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(shapes.layers))))
+    layers = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(a.dtype), shapes.layers)
+    lengths = jnp.full((rows,), held, jnp.int32)
+    return KVCache(layers, jnp.zeros_like(lengths), lengths, None, jnp.zeros((rows,), bool), shapes.num_slots)
 
 
 def turns(structure: Any, leaves: Any, ids: Any, cache: KVCache, count: Any) -> Any:

@@ -184,21 +184,22 @@ class DecodeForm:
     doubles_at: tuple[int, ...] = (2048, 12288)
 
 
-# The forms of keys with values of their own, and of MLA's latents. They know no batch, so no row's bits depend on it.
-HEADS = DecodeForm()
-LATENTS = DecodeForm()
-MANY_LATENTS = DecodeForm(swap_ab=False)  # of MANY_ROWS rows and more, whose 64 heads fill the rows of a product
-MANY_ROWS = 16
+# No row's bits depend on its batch but for MLA's latents, whose forms follow from the number of rows.
+FEW = DecodeForm()  # of keys with values of their own, and of latents of few rows
+# Of latents of MANY_ROWS rows and more: 64 heads fill the rows of a product. Of MANY_TILES of these heads and more:
+# nearly every SM of a Hopper GPU has a row to itself, and whole rows have fewer sums to add up.
+MANY_LATENTS = DecodeForm(swap_ab=False)
+FULL_LATENTS = DecodeForm(split=1024, swap_ab=False, doubles_at=())
+MANY_ROWS, MANY_TILES = 16, 128
 
 
 def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None) -> DecodeConfig:
     """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
 
-    form: None for the one of HEADS, LATENTS and MANY_LATENTS. Calls that cannot have queries as rows have keys.
+    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows have keys.
     """
     if form is None:
-        is_many = desc.batch >= MANY_ROWS and desc.columns >= 64
-        form = HEADS if not desc.is_latent else MANY_LATENTS if is_many else LATENTS
+        form = _latents_form(desc) if desc.is_latent else FEW
     if not form.swap_ab:
         rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at)
         if config_error(desc, rows) is None:
@@ -215,3 +216,10 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
         if fits and config_error(desc, wider) is None:
             config = wider
     return config
+
+
+def _latents_form(desc: DecodeDesc) -> DecodeForm:
+    if desc.batch < MANY_ROWS or desc.columns < MAX_COLUMNS:
+        return FEW
+    tiles = desc.batch * -(-desc.columns // MAX_COLUMNS)
+    return FULL_LATENTS if tiles >= MANY_TILES else MANY_LATENTS

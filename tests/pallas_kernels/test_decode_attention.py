@@ -29,7 +29,7 @@ from pallas_kernels.decode_attention import (
     widen_sm90,
 )
 from pallas_kernels.decode_attention.api import queries_in_columns
-from pallas_kernels.decode_attention.config import E4M3_WIDTHS, HEADS, DecodeForm, choose_config, shared_bytes
+from pallas_kernels.decode_attention.config import E4M3_WIDTHS, FEW, DecodeForm, choose_config, shared_bytes
 from pallas_kernels.quantize_and_permute import by_thread_sm90, quantize_and_permute
 from tests.support.kernels import warpgroups
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, combine_case, decode_cases, decode_desc
@@ -232,7 +232,7 @@ def test_choice_fits():
             config = choose_config(desc, SMS)
             assert config_error(desc, config) is None
             items = batch * 2 * config.num_splits(desc)
-            assert config.num_ctas == min(SMS * HEADS.ctas_per_sm, items)
+            assert config.num_ctas == min(SMS * FEW.ctas_per_sm, items)
             pair = choose_config(desc, SMS, DecodeForm(block_kv=64, ctas_per_sm=2))
             assert pair.num_ctas == min(2 * SMS, items)
             assert 2 * shared_bytes(desc, pair) <= 228 * 1024 or pair.num_stages == 1
@@ -240,6 +240,17 @@ def test_choice_fits():
     assert config_error(latent, choose_config(latent, SMS)) is None
     rows = DecodeForm(swap_ab=False)
     assert not choose_config(latent, SMS, rows).swap_ab and choose_config(desc, SMS, rows).swap_ab
+
+
+def test_forms_of_latents():
+    """By rows, and by tiles of 64 heads: DeepSeek-V3's 128 heads, Kimi-K2's 64, and a device's share of 16."""
+    for heads, few, many in ((128, (16, 63), (64, 300)), (64, (16, 127), (128, 300)), (16, (), ())):
+        desc = decode_desc(576, 512, num_heads=heads, num_kv_heads=1, num_slots=8192, is_latent=True)
+        chosen = {batch: choose_config(dataclasses.replace(desc, batch=batch), SMS) for batch in (1, 15, *few, *many)}
+        assert chosen[1].swap_ab and chosen[15].swap_ab
+        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in few] == [(256, (2048, 12288))] * len(few)
+        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in many] == [(1024, ())] * len(many)
+        assert not any(chosen[batch].swap_ab for batch in (*few, *many))
 
 
 @pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)

@@ -250,4 +250,5 @@ def test_gpu(quantization, dtype, is_paged):
                 one, other = (np.asarray(a, np.float64) for a in (one, other))
                 np.testing.assert_allclose(one, other, rtol=0.13, atol=0.02 if quantization == "none" else 1)
             if found is not None:
-                np.testing.assert_array_equal(np.asarray(again[1]), np.asarray(found[1]))
+                caches = (np.asarray(cache, np.float32) for cache in (again[1], found[1]))
+                np.testing.assert_array_equal(*caches)
