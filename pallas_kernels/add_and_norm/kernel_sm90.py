@@ -38,7 +38,7 @@ def add_and_norm_sm90(desc: AddNormDesc, config: AddNormConfig) -> Kernel:
     total = jax.ShapeDtypeStruct((desc.num_tokens, *columns), desc.dtype)
     out = [total] * desc.has_addend + quantized_outputs(desc.rows)
     out += [jax.ShapeDtypeStruct((desc.num_tokens, desc.num_experts), jnp.float32)] * bool(desc.num_experts)
-    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
+    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas, "add_and_norm")
 
     def split_rows(array):
         return array.reshape(*array.shape[:-1], *columns) if array.shape[-1] == width else array

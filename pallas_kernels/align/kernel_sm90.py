@@ -87,6 +87,7 @@ def _kernel(
         functools.partial(body, desc, config),
         outputs,
         config.num_ctas,
+        "align",
         num_warpgroups=config.num_warpgroups,
         scratch_types=scratch,
     )

@@ -83,6 +83,7 @@ def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
+        kernel_name="prefill_attention",
     )
 
 

@@ -22,7 +22,7 @@ from pallas_kernels.common.types import Kernel, Ref
 def combine_sm90(desc: CombineDesc, config: CombineConfig) -> Kernel:
     """The kernel: (rows, row_of, weights, [shared]) -> (T, H). config must pass config_error."""
     out = jax.ShapeDtypeStruct((desc.num_tokens, desc.width), desc.out_dtype)
-    return row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
+    return row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas, "combine")
 
 
 def _kernel(desc: CombineDesc, config: CombineConfig, rows: Ref, row_of: Ref, weights: Ref, *rest: Ref) -> None:

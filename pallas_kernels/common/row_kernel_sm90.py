@@ -15,11 +15,18 @@ from pallas_kernels.common.types import Kernel, Scalar, Value
 
 
 def row_kernel(
-    body: Callable[..., None], out_type: Any, num_ctas: int, *, num_warpgroups: int = 1, scratch_types: Any = ()
+    body: Callable[..., None],
+    out_type: Any,
+    num_ctas: int,
+    name: str,
+    *,
+    num_warpgroups: int = 1,
+    scratch_types: Any = (),
 ) -> Kernel:
     """A kernel of ``num_ctas`` CTAs of ``num_warpgroups`` warpgroups.
 
-    body: function of the refs of operands, outputs and scratch memory. Its axes are "cta" and "warpgroup".
+    body: function of the refs of operands, outputs and scratch memory. Its axes are "cta" and "warpgroup". name: in
+    profiles.
     """
     return plgpu.kernel(
         body,
@@ -30,6 +37,7 @@ def row_kernel(
         thread_name="warpgroup",
         scratch_types=scratch_types,
         compiler_params=mosaic.compiler_params(),
+        kernel_name=name,
     )
 
 

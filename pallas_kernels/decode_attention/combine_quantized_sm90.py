@@ -43,6 +43,7 @@ def combine_quantized_sm90(desc: DecodeDesc, config: DecodeConfig, rows: Permute
             jax.ShapeDtypeStruct((size,), jnp.float32),
         ],
         desc.batch * desc.num_kv_heads // warpgroups,
+        "add_splits_and_quantize",
         num_warpgroups=warpgroups,
         scratch_types=dict(maxima=plgpu.SMEM((max(WARPS * config.columns, 32),), jnp.int32)),
     )

@@ -35,7 +35,8 @@ def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     out = jax.ShapeDtypeStruct(
         (desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), jnp.dtype(desc.dtype)
     )
-    return row_kernel(functools.partial(_kernel, desc, config), out, num_combining_ctas(desc, config))
+    body = functools.partial(_kernel, desc, config)
+    return row_kernel(body, out, num_combining_ctas(desc, config), "add_splits")
 
 
 def num_combining_ctas(desc: DecodeDesc, config: DecodeConfig) -> int:

@@ -89,6 +89,7 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
+        kernel_name="decode_attention",
     )
 
 

@@ -61,6 +61,7 @@ def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
             empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages + 1),
         ),
         compiler_params=mosaic.compiler_params(),
+        kernel_name="decode_attention_of_latents",
     )
 
 

@@ -57,6 +57,7 @@ def launch(
         thread_name="warpgroup",
         scratch_types=scratch_types,
         compiler_params=mosaic.compiler_params(),
+        kernel_name="grouped_gemm",
     )
 
 

@@ -42,7 +42,8 @@ def grouped_gemv_sm90(desc: GemmDesc, config: VectorConfig) -> Kernel:
     """
     rows = 1 if desc.top_k else desc.rows
     out = jax.ShapeDtypeStruct((rows * desc.n,), desc.stored_dtype)
-    call = row_kernel(functools.partial(_kernel, desc, config), out, rows * (desc.n // config.block_n))
+    body, ctas = functools.partial(_kernel, desc, config), rows * (desc.n // config.block_n)
+    call = row_kernel(body, out, ctas, "grouped_gemm_of_one_row")
     flat = [name for name in desc.operand_names if name.startswith(("w_scale", "bias", "x_scale", "shared"))]
 
     def run(operands):

@@ -44,6 +44,7 @@ def multiply_heads_sm90(desc: HeadsDesc, config: HeadsConfig) -> Kernel:
             empty=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         ),
         compiler_params=mosaic.compiler_params(),
+        kernel_name="multiply_heads",
     )
 
 

@@ -29,7 +29,8 @@ def norm_and_multiply_sm90(desc: NormProductDesc, config: VectorConfig) -> Kerne
     out = [jax.ShapeDtypeStruct((1, norm.width), norm.dtype)] * norm.has_addend
     out += [jax.ShapeDtypeStruct((gemm.n,), gemm.out_dtype)]
     row = [plgpu.SMEM((1, norm.width), norm.dtype)]
-    call = row_kernel(functools.partial(_kernel, desc, config), out, gemm.n // config.block_n, scratch_types=row)
+    body, ctas = functools.partial(_kernel, desc, config), gemm.n // config.block_n
+    call = row_kernel(body, out, ctas, "norm_and_multiply", scratch_types=row)
 
     def run(of_norm, of_product):
         flat = [a.reshape(-1) if name.startswith("bias") else a for name, a in of_product.items()]

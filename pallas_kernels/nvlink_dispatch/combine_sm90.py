@@ -56,7 +56,7 @@ def combine_sm90(desc: ExchangeDesc, config: ExchangeConfig) -> Kernel:
     def nvlink_combine(*refs):  # the name that profilers show
         combine_body(desc, config, Devices, *refs)
 
-    return once_kernel(nvlink_combine, combine_shape(desc), config)
+    return once_kernel(nvlink_combine, combine_shape(desc), config, "nvlink_combine")
 
 
 def combine_shape(desc: ExchangeDesc) -> jax.ShapeDtypeStruct:

@@ -89,13 +89,15 @@ class SlotsOfToken:
         return functools.reduce(operator.or_, here)
 
 
-def once_kernel(body: Callable[..., None], out: Any, config: ExchangeConfig, scratch: tuple[Any, ...] = ()) -> Kernel:
+def once_kernel(
+    body: Callable[..., None], out: Any, config: ExchangeConfig, name: str, scratch: tuple[Any, ...] = ()
+) -> Kernel:
     """A kernel that runs once for each call.
 
     ``jax.vmap`` of it is an error. Pallas would put all batches into one launch, which has one semaphore, and more CTAs
     that wait than are resident.
     """
-    kernel = row_kernel(body, out, config.num_ctas, scratch_types=scratch)
+    kernel = row_kernel(body, out, config.num_ctas, name, scratch_types=scratch)
 
     def call(*operands):
         results = _once_each.bind(*operands, kernel=jax.make_jaxpr(kernel)(*operands))

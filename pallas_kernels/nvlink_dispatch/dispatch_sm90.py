@@ -77,7 +77,7 @@ def dispatch_sm90(desc: ExchangeDesc, config: ExchangeConfig) -> Kernel:
     def nvlink_dispatch(*refs):  # the name that profilers show
         dispatch_body(desc, config, Devices, *refs)
 
-    call = once_kernel(nvlink_dispatch, leaves, config, dispatch_scratch(desc))
+    call = once_kernel(nvlink_dispatch, leaves, config, "nvlink_dispatch", dispatch_scratch(desc))
 
     def run(x, slots, weights=None):
         told = (slots,) if weights is None else (slots, weights)

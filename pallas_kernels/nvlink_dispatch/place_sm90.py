@@ -29,7 +29,7 @@ def place_sm90(desc: PlaceDesc, config: ExchangeConfig) -> Kernel:
         jax.ShapeDtypeStruct((desc.num_places, desc.width), jnp.int8),
         jax.ShapeDtypeStruct(shape, jnp.float32),
     ]
-    call = row_kernel(functools.partial(_place, desc, config), out, config.num_ctas)
+    call = row_kernel(functools.partial(_place, desc, config), out, config.num_ctas, "nvlink_place")
     return lambda *operands: tuple(call(*operands))
 
 

@@ -24,7 +24,7 @@ from pallas_kernels.quantize_and_permute.config import GATHERED, PermuteConfig, 
 def gather_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Kernel:
     """The kernel: (x, row_of, columns, tile_expert) -> (rows, None). config must pass config_error."""
     out = jax.ShapeDtypeStruct((desc.num_rows * desc.width,), desc.dtype)
-    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
+    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas, "quantize_and_permute")
 
     def run(x, row_of, columns, tile_expert):
         rows = call(x.reshape(-1), row_of.reshape(-1), columns.reshape(-1), tile_expert)

@@ -60,7 +60,8 @@ SHORT_GROUP_LAYOUT = plgpu.Layout.TILED(
 
 def quantize_and_permute_sm90(desc: PermuteDesc, config: PermuteConfig) -> Kernel:
     """The kernel: (x, [row_of], [scale (1,)], [rows (n,)]) -> (codes, scales or None). For configs without error."""
-    call = row_kernel(functools.partial(_kernel, desc, config), quantized_outputs(desc), config.num_ctas)
+    body = functools.partial(_kernel, desc, config)
+    call = row_kernel(body, quantized_outputs(desc), config.num_ctas, "quantize_and_permute")
 
     def run(x, *rest):
         codes, *scales = call(x.reshape(desc.num_tokens, *split_columns(desc)), *rest)

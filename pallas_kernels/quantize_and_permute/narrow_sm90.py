@@ -37,7 +37,7 @@ def quantize_narrow_rows_sm90(desc: PermuteDesc, config: PermuteConfig) -> Kerne
         jax.ShapeDtypeStruct((desc.num_rows * desc.width,), desc.out_dtype),
         jax.ShapeDtypeStruct(desc.scale_shape, jnp.float32),
     ]
-    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas)
+    call = row_kernel(functools.partial(_kernel, desc, config), out, config.num_ctas, "quantize_and_permute")
 
     def run(x, *places):
         codes, scales = call(x.reshape(-1), *(p.reshape(-1) for p in places))

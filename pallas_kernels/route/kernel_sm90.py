@@ -38,7 +38,7 @@ _NOWHERE = np.int32(2**30)
 def route_sm90(desc: RouteDesc, config: RouteConfig) -> Kernel:
     """The kernel: (logits (P * T * E,), [bias (E,)], [mask (T,) i32]) -> (weights f32, ids i32), both (T * top_k,)."""
     body = functools.partial(_route_kernel, desc, config)
-    return row_kernel(body, _outputs(desc), config.num_ctas, num_warpgroups=config.num_warpgroups)
+    return row_kernel(body, _outputs(desc), config.num_ctas, "route", num_warpgroups=config.num_warpgroups)
 
 
 def route_and_align_sm90(
@@ -53,6 +53,7 @@ def route_and_align_sm90(
         functools.partial(_fused_kernel, desc, config, align, tokens),
         [*_outputs(desc), *align_outputs(align), *(quantized_outputs(tokens) if tokens else ())],
         1 if tokens is None else 1 + tokens.num_tokens,
+        "route_and_align",
         num_warpgroups=config.num_warpgroups,
         scratch_types=align_scratch(align),
     )

@@ -1,4 +1,9 @@
-"""Every kernel of a layer first waits for the one before it and then lets the next one in, as ``mosaic.begin`` says."""
+"""Every kernel of a layer first waits for the one before it and then lets the next one in, as ``mosaic.begin`` says;
+and every kernel has a name.
+"""
+
+import ast
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +12,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import moe_jax
+import pallas_kernels
 from moe_jax.benchmarking import random_weights
 from moe_jax.quantization import Scheme
 from pallas_kernels.common import mosaic
@@ -16,6 +22,7 @@ from tests.support.kernels.traces import equations
 WAIT, LAUNCH = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
 MARK = "mosaic_gpu.uses_pdl"  # jax 0.10 has it not
 KINDS = ("gemm", "cluster", "packed", "permute", "gather", "combine", "align", "route", "quantizing_route")
+KINDS += ("multiply_heads",)
 KERNEL_CALL = "mosaic_gpu_v2"
 
 
@@ -100,3 +107,16 @@ def test_a_layer_under_control_flow_in_shards():
     x, z = jax.ShapeDtypeStruct((4, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4, 8), jnp.float32)
     run = lambda x, z, weights: under_control_flow(lambda x: moe_jax.fused_moe(x, z, weights, config))(x)  # noqa: E731
     assert lowered_in_shards(run, x, z, weights).count(KERNEL_CALL) >= 5
+
+
+def test_every_kernel_has_a_name():
+    """In a profile the others would all be "anonymous"."""
+    calls = [
+        node
+        for path in Path(pallas_kernels.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "plgpu.kernel"
+    ]
+    assert len(calls) > 8
+    for call in calls:
+        assert "kernel_name" in [keyword.arg for keyword in call.keywords], ast.unparse(call)

@@ -101,6 +101,7 @@ def grouped_dgrad_sm90(desc: DgradDesc, config: DgradConfig) -> Callable[[Mappin
         scratch_types=scratch,
         # Sums along rows stay inside warps: what Mosaic sets aside for others is a stage of the ring.
         compiler_params=mosaic.compiler_params(reduction_scratch_bytes=REDUCTION_BYTES),
+        kernel_name="dgrad",
     )
     return lambda operands: call(*(operands[name] for name in operand_names(desc, config)))
 

@@ -61,6 +61,7 @@ def dequantize_sm90(desc: DenseDesc, num_sms: int) -> Kernel:
         grid_names=("block",),
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
+        kernel_name="dequantize",
     )
 
 

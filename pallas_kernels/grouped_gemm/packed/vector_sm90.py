@@ -50,7 +50,8 @@ def packed_gemv_sm90(desc: PackedDesc, config: PackedVectorConfig) -> Kernel:
     """The kernel: operands by name (``desc.operand_names``) -> (rows, N). config must pass ``vector_error``."""
     out = jax.ShapeDtypeStruct((desc.rows * desc.n,), jnp.dtype(desc.out_dtype))
     ctas = desc.rows * -(-desc.n // config.block_n)
-    call = row_kernel(functools.partial(_kernel, desc, config), out, ctas, scratch_types=_scratch(desc, config))
+    body = functools.partial(_kernel, desc, config)
+    call = row_kernel(body, out, ctas, "grouped_gemm_of_one_row", scratch_types=_scratch(desc, config))
     return lambda operands: call(*(operands[name] for name in desc.operand_names)).reshape(desc.rows, desc.n)
 
 

@@ -73,6 +73,7 @@ def grouped_gemm_mma(desc: AnyDesc, config: MmaConfig) -> Kernel:
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True, approx_math=True
             ),
+            kernel_name="portable_grouped_gemm",
         )
         return kernel(*(operands[name] for name in names))
 

@@ -62,6 +62,7 @@ def grouped_wgrad_sm90(desc: WgradDesc, config: WgradConfig) -> Kernel:
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
+        kernel_name="wgrad",
     )
 
 

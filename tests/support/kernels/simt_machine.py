@@ -59,7 +59,7 @@ class Machine:
         self.cta = 0
         self.groups: list[list[Any]] = [[]]
 
-    def row_kernel(self, body: Any, out_type: Any, num_ctas: int, *, scratch_types: Any = ()) -> Any:
+    def row_kernel(self, body: Any, out_type: Any, num_ctas: int, name: str, *, scratch_types: Any = ()) -> Any:
         def run(*arrays):
             out = np.full(out_type.shape, np.nan, np.float32).astype(out_type.dtype)
             refs = [Ref(np.array(array)) for array in arrays] + [Ref(out)]
