@@ -49,7 +49,7 @@ def decode_attention(
     Query s of row b lies at slot ``first_slots[b] + s`` and sees the slots from ``starts[b]`` up to its own, below
     ``lengths[b]``, and of these the last ``window``. A query that sees none gives zeros. The bits of a row do not
     depend on what the other rows hold, nor on how many there are, but for v=None: there 16 rows and more take another
-    form of the kernel, and so do 128 tiles of 64 heads.
+    form of the kernel, and so do 128 to 132 tiles of 64 heads, and 256 and more.
 
     Args:
         q: (B, S, N, D) bfloat16 or float16.

@@ -186,17 +186,18 @@ class DecodeForm:
 
 # No row's bits depend on its batch but for MLA's latents, whose forms follow from the number of rows.
 FEW = DecodeForm()  # of keys with values of their own, and of latents of few rows
-# Of latents of MANY_ROWS rows and more: 64 heads fill the rows of a product. Of MANY_TILES of these heads and more:
-# nearly every SM of a Hopper GPU has a row to itself, and whole rows have fewer sums to add up.
+# Of latents of MANY_ROWS rows and more: 64 heads fill the rows of a product. Longer splits leave fewer sums to add up,
+# where rounds of tiles of 64 heads over the 132 SMs of a Hopper GPU are nearly full.
 MANY_LATENTS = DecodeForm(swap_ab=False)
 FULL_LATENTS = DecodeForm(split=1024, swap_ab=False, doubles_at=())
-MANY_ROWS, MANY_TILES = 16, 128
+MANY_ROWS = 16
+ONE_ROUND, TWO_ROUNDS = range(128, 133), 256  # tiles
 
 
 def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None) -> DecodeConfig:
     """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
 
-    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows have keys.
+    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW.
     """
     if form is None:
         form = _latents_form(desc) if desc.is_latent else FEW
@@ -204,6 +205,7 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
         rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at)
         if config_error(desc, rows) is None:
             return rows
+        form = FEW
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
     block_kv = form.block_kv if fits else 64
@@ -222,4 +224,4 @@ def _latents_form(desc: DecodeDesc) -> DecodeForm:
     if desc.batch < MANY_ROWS or desc.columns < MAX_COLUMNS:
         return FEW
     tiles = desc.batch * -(-desc.columns // MAX_COLUMNS)
-    return FULL_LATENTS if tiles >= MANY_TILES else MANY_LATENTS
+    return FULL_LATENTS if tiles in ONE_ROUND or tiles >= TWO_ROUNDS else MANY_LATENTS

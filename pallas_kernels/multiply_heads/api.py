@@ -71,4 +71,5 @@ def describe(x: jax.Array, w: jax.Array, *, rows: tuple[int, int], transposes_w:
         raise ValueError(f"x {x.shape}, w {w.shape}, rows {rows}; expected x (T, {heads}, {depth} or more)")
     if x.dtype != w.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}, expected one floating dtype")
-    return HeadsDesc(x.shape[0], heads, first, end - first, columns, jnp.dtype(x.dtype).name, transposes_w)
+    sizes = x.shape[0], heads, first, end - first, w.shape[1], columns
+    return HeadsDesc(*sizes, jnp.dtype(x.dtype).name, transposes_w, x.shape[2])

@@ -18,18 +18,22 @@ class HeadsDesc:
     Args:
         num_tokens, num_heads: T, N.
         first_row, num_rows: of the part of each head's matrix.
+        all_rows: R, of a whole one.
         columns: C of a matrix.
         dtype: of all arrays.
         transposes_w: whether its columns are added up over, not its rows.
+        x_columns: of a row of x, K or more.
     """
 
     num_tokens: int
     num_heads: int
     first_row: int
     num_rows: int
+    all_rows: int
     columns: int
     dtype: str
     transposes_w: bool
+    x_columns: int
 
     @property
     def depth(self) -> int:
@@ -60,8 +64,14 @@ def config_error(desc: HeadsDesc, config: HeadsConfig) -> str | None:
     """Why the Hopper kernel cannot run ``desc``, or None when it can."""
     if desc.dtype not in DTYPES:
         return f"{desc.dtype}; there are {' and '.join(DTYPES)}"
-    if desc.num_tokens < 1:
-        return "no tokens"
+    if desc.num_tokens < 1 or desc.num_heads < 1:
+        return f"{desc.num_tokens} tokens of {desc.num_heads} heads: at least one"
+    if desc.x_columns % DEPTH or desc.first_row % 8 or desc.all_rows % 8:
+        # TMA copies take whole swizzled tiles.
+        return (
+            f"rows of {desc.x_columns}, matrices of {desc.all_rows} rows from row {desc.first_row} on: multiples of "
+            f"{DEPTH}, 8 and 8"
+        )
     if desc.depth % DEPTH:
         return f"K={desc.depth}: a multiple of {DEPTH}"
     most = WARPGROUPS * TMA_BOX

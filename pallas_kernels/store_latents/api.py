@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.pages import PAGE_SLOTS
-from pallas_kernels.store_latents.config import LatentsConfig, LatentsDesc, choose_config, config_error
+from pallas_kernels.store_latents.config import (
+    QUANTIZATIONS,
+    LatentsConfig,
+    LatentsDesc,
+    choose_config,
+    config_error,
+)
 from pallas_kernels.store_latents.reference import store_latents_ref
 
 
@@ -64,6 +70,11 @@ def store_latents(
     """
     kind: Any = dict(eps=eps, is_interleaved=is_interleaved, quantization=quantization, scale_rows=scale_rows)
     desc = describe(projected, cos, cache, kv_norm, q_norm, page_table, **kind)
+    if sin.shape != cos.shape or {a.dtype for a in (cos, sin)} != {jnp.dtype(jnp.float32)}:
+        raise ValueError(f"cos {cos.dtype}{cos.shape}, sin {sin.dtype}{sin.shape}; expected float32 of one shape")
+    for name, array in zip(("starts", "lengths", "first_slots"), (starts, lengths, first_slots), strict=True):
+        if array.shape != (desc.batch,) or array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, expected int32{(desc.batch,)}")
     norms = (*(() if q_norm is None else (q_norm,)), kv_norm)
     places = (starts, lengths, first_slots)
 
@@ -115,6 +126,10 @@ def describe(
     is_wrong = (rows, heads, width) != (batch, 1, rank + 2 * half) or projected.shape[0] < batch * num_tokens
     if is_wrong or queries < 0 or (q_norm is not None and q_norm.shape != (queries,)):
         raise ValueError(f"{found}; expected (B * S, Q + R + D), (B, S, D/2), (B, 1, L, R + D), (Q,) and (R,)")
+    if quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization {quantization!r}, expected one of {', '.join(QUANTIZATIONS)}")
+    if scale_rows is not None and scale_rows < batch * num_tokens:
+        raise ValueError(f"scale_rows={scale_rows}, expected {batch * num_tokens} tokens or more")
     dtypes = {jnp.dtype(a.dtype).name for a in (projected, cache, *norms)}
     if len(dtypes) != 1 or not jnp.issubdtype(projected.dtype, jnp.floating):
         raise TypeError(f"operands are {', '.join(sorted(dtypes))}; expected one floating dtype")

@@ -64,8 +64,6 @@ def config_error(desc: LatentsDesc, config: LatentsConfig) -> str | None:
     """Why the Hopper kernel cannot run ``desc``, or None when it can."""
     if desc.dtype not in ("bfloat16", "float16"):
         return f"dtype {desc.dtype}; there are bfloat16 and float16"
-    if desc.quantization not in QUANTIZATIONS:
-        return f"quantization {desc.quantization!r}; there are {', '.join(QUANTIZATIONS)}"
     if not 0 < desc.rank <= MOST_COLUMNS or not 0 < desc.rope <= 2 * WARPGROUP:
         return f"R={desc.rank}, D={desc.rope}: from 1 to {MOST_COLUMNS} and to {2 * WARPGROUP}"
     if desc.has_queries:

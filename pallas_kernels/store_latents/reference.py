@@ -34,8 +34,9 @@ def store_latents_ref(
         options: Any = dict(quantization=desc.quantization, scale_rows=desc.scale_rows or None)
         queries = quantize_and_permute(queries, **options, implementation="reference")
     first, second = (key[:, ::2], key[:, 1::2]) if desc.is_interleaved else jnp.split(key, 2, axis=-1)
-    cos, sin = (a.reshape(len(tokens), -1) for a in (cos, sin))
+    cos, sin = (a.reshape(-1, desc.rope // 2) for a in (cos, sin))
     rotated = [(first * cos - second * sin).astype(cache.dtype), (second * cos + first * sin).astype(cache.dtype)]
-    new = jnp.concatenate([normed(latent, norms[-1]), *rotated], axis=-1).reshape(desc.batch, desc.num_tokens, 1, -1)
+    new = jnp.concatenate([normed(latent, norms[-1]), *rotated], axis=-1)
+    new = new.reshape(desc.batch, desc.num_tokens, 1, desc.rank + desc.rope)
     rows, slots = slots_of(desc.num_tokens, desc.num_slots, desc.num_pages, *places, page_table)
     return queries, cache.at[rows, :, slots].set(new, mode="drop")

@@ -22,6 +22,7 @@ from moe_jax.models._layers import (
     GatedMLP,
     LayerNorm,
     Linear,
+    LinearLoRA,
     PartialSums,
     RMSNorm,
     keep_quantized,
@@ -37,6 +38,7 @@ from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.combine import RoutedRows
 from tests.support.cases.hopper_layers import E, H, make_layer, on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close, run
+from tests.support.kernels.case import launches
 
 _Hopper: Any = type(BACKENDS["hopper"])
 
@@ -79,8 +81,8 @@ def calls(monkeypatch):
 
 # Norms of heads; biases; sinks and windows; a latent cache; post-norms and norms of whole projections; LayerNorms;
 # zero-centred norms, output gates and linear attention, which no kernel may take.
-NAMES = ["qwen3", "gpt_oss", "qwen3_next"]
-SLOW = ["deepseek_v32", "qwen3_dense_bias", "mixtral", "deepseek_v3", "flex_olmo", "phimoe", "granite", "llama4"]
+NAMES = ["qwen3", "gpt_oss", "qwen3_next", "deepseek_v3"]
+SLOW = ["deepseek_v32", "qwen3_dense_bias", "mixtral", "flex_olmo", "phimoe", "granite", "llama4"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
@@ -563,6 +565,12 @@ def test_projections_of_latent_attention(case, calls, monkeypatch, rank):
         for module in model.layers[0].self_attn._into():
             matrix = quantize(scheme, module.weight[...].astype(jnp.float32))
             module.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
+        if (to_heads := model.layers[0].self_attn.q_b_proj) is not None:  # quantized, with an adapter
+            matrix = quantize(scheme, to_heads.weight[...].astype(jnp.float32))
+            to_heads.weight = QuantizedParam(QuantizedMatrix(matrix, scheme), eager_sharding=False)
+            _, n, k = to_heads.weight.get_value().tensor.data.shape
+            a, b = jnp.ones((2, k), jnp.bfloat16), jnp.ones((n, 2), jnp.bfloat16)
+            to_heads.lora = LinearLoRA(a, b, ranks=[2], alphas=[0.1])
         del calls[:]
         answer = jax.jit(lambda model, ids, cache: model(ids, cache=cache)[0])  # a new one, traced with this backend
         found.append(np.asarray(answer(model, jnp.arange(12).reshape(2, 6) % VOCAB, model.init_cache(2, 8))))
@@ -609,6 +617,15 @@ def test_launches_of_a_latent_layer(case, monkeypatch):
     }
     by_head = [part for part in text.split("func.func private ") if part.startswith("@_multiplied_by_head")]
     assert len(by_head) == 2 and all("mosaic_gpu" in part and "dot_general" not in part for part in by_head)
+
+
+def test_products_by_head_of_many_tokens(monkeypatch):
+    """XLA's from a number of tokens on."""
+    monkeypatch.setattr(_fused.heads_kernel.api, "hopper_sms", lambda: 132)
+    w = jax.ShapeDtypeStruct((4, 256, 128), jnp.bfloat16)
+    for tokens, kernels in ((256, 1), (257, 0)):
+        x = jax.ShapeDtypeStruct((1, tokens, 4, 192), jnp.bfloat16)
+        assert launches(lambda x, w: _fused.multiplied_by_head(x, w, (0, 128), False, 132), x, w) == kernels
 
 
 def test_where_they_do_not_run(case, monkeypatch):

@@ -244,7 +244,8 @@ def test_choice_fits():
 
 def test_forms_of_latents():
     """By rows, and by tiles of 64 heads: DeepSeek-V3's 128 heads, Kimi-K2's 64, and a device's share of 16."""
-    for heads, few, many in ((128, (16, 63), (64, 300)), (64, (16, 127), (128, 300)), (16, (), ())):
+    sizes = ((128, (16, 63, 67, 127), (64, 66, 128, 300)), (64, (16, 127, 133), (128, 132, 256)), (16, (), ()))
+    for heads, few, many in sizes:
         desc = decode_desc(576, 512, num_heads=heads, num_kv_heads=1, num_slots=8192, is_latent=True)
         chosen = {batch: choose_config(dataclasses.replace(desc, batch=batch), SMS) for batch in (1, 15, *few, *many)}
         assert chosen[1].swap_ab and chosen[15].swap_ab

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,18 @@ from pallas_kernels.multiply_heads import (
     choose_config,
     config_error,
     describe,
+    kernel_sm90,
     multiply_heads,
 )
 from pallas_kernels.multiply_heads.config import shared_bytes
+from tests.support.kernels import warpgroups
 from tests.support.kernels.case import launches
 from tests.support.kernels.layer_cases import multiply_heads_cases
 from tests.support.refusals import refuses
 
 DTYPES = ["bfloat16", "float16"]
-UP_K = HeadsDesc(16, 128, 0, 128, 512, "bfloat16", transposes_w=False)  # DeepSeek-V3's
-UP_V = HeadsDesc(16, 128, 128, 128, 512, "bfloat16", transposes_w=True)
+UP_K = HeadsDesc(16, 128, 0, 128, 256, 512, "bfloat16", transposes_w=False, x_columns=192)  # DeepSeek-V3's
+UP_V = HeadsDesc(16, 128, 128, 128, 256, 512, "bfloat16", transposes_w=True, x_columns=512)
 
 
 def make(tokens, heads, rows, of, columns, dtype, transposes_w, more=0):
@@ -81,7 +84,10 @@ def test_config_error():
         assert config.num_stages == desc.depth // 64, "a load waits"
         more = HeadsConfig(config.num_stages + 4)
         assert shared_bytes(desc, more) > SMEM_BYTES and "shared memory" in config_error(desc, more)
-        assert "no tokens" in config_error(dataclasses.replace(desc, num_tokens=0), config)
+        assert "0 tokens of 128 heads" in config_error(dataclasses.replace(desc, num_tokens=0), config)
+        assert "16 tokens of 0 heads" in config_error(dataclasses.replace(desc, num_heads=0), config)
+        for sizes in (dict(x_columns=160), dict(all_rows=258), dict(first_row=100)):
+            assert "multiples of 64, 8 and 8" in config_error(dataclasses.replace(desc, **sizes), config)
         assert "float32" in config_error(dataclasses.replace(desc, dtype="float32"), config)
         assert "at least one stage" in config_error(desc, HeadsConfig(0))
     assert "K=96" in config_error(dataclasses.replace(UP_K, num_rows=96), HeadsConfig(2))
@@ -107,6 +113,42 @@ def test_any_number_of_tokens_lowers(monkeypatch, tokens):
     monkeypatch.setattr(api, "hopper_sms", lambda: 132)
     x, w, _ = make(tokens, 4, (0, 128), 128, 128, "bfloat16", False)
     assert launches(functools.partial(multiply_heads, rows=(0, 128), implementation="hopper"), x, w) == 1
+
+
+def test_other_sizes_are_xlas(monkeypatch):
+    """Parts of rows or matrices that no TMA copy takes."""
+    monkeypatch.setattr(api, "hopper_sms", lambda: 132)
+    for of, rows, more in ((128, (0, 128), 32), (132, (0, 128), 64), (264, (100, 228), 64)):
+        x, w, _ = make(16, 4, rows, of, 256, "bfloat16", False, more=more)
+        assert launches(functools.partial(multiply_heads, rows=rows), x, w) == 0
+        refuses(
+            NotImplementedError, "multiples of 64, 8 and 8", multiply_heads, x, w, rows=rows, implementation="hopper"
+        )
+
+
+@pytest.mark.parametrize("transposes_w", [False, True])
+def test_in_threads(monkeypatch, transposes_w):
+    """The kernel's body by a thread for each warpgroup: two tiles of tokens, more steps than stages, a part of each."""
+    for name, stand_in in warpgroups.stand_ins().items():
+        monkeypatch.setattr(kernel_sm90, name, stand_in, raising=False)
+    rows, columns = ((64, 192), 256) if transposes_w else ((64, 256), 128)
+    x, w, expected = make(70, 2, rows, 264, columns, "float32", transposes_w, more=64)
+    desc, config = describe(x, w, rows=rows, transposes_w=transposes_w), HeadsConfig(2)
+    weights = (desc.num_rows, 64) if transposes_w else (64, desc.columns)
+    y = np.full(expected.shape, np.nan, np.float32)
+    for head, tile in itertools.product(range(2), range(2)):
+
+        def scratch():
+            shapes = dict(x=(2, 64, 64), w=(2, *weights), out=(2, 64, desc.width // 2))
+            memory = {name: warpgroups.Memory(np.full(shape, np.nan, np.float32)) for name, shape in shapes.items()}
+            return memory | {name: warpgroups.Barriers(2, num_arrivals=2) for name in ("full", "empty")}
+
+        kernel_sm90.lax.axis_index = lambda name, at=dict(head=head, tile=tile): jnp.int32(
+            warpgroups._here.warpgroup if name == "warpgroup" else at[name]
+        )
+        refs = [warpgroups.Memory(np.array(array)) for array in (x, w)] + [warpgroups.Memory(y)]
+        warpgroups.run(functools.partial(kernel_sm90._kernel, desc, config, *refs), 1, 3, scratch)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

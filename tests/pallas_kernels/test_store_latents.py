@@ -25,7 +25,8 @@ from tests.support.refusals import refuses
 EPS, SLOTS = 1e-5, 192
 # Rows: from the middle on; padded on the left, its first token too; full; one whose last token does not fit.
 STARTS, LENGTHS, FIRST = (0, 71, 0, 3), (66, 80, 192, 131), (64, 70, 189, 129)
-TABLE = np.array([[4, 1, 9], [9, 7, 2], [11, 0, 3], [5, -1, 8]], np.int32)  # 9 is none of nine pages, no more than -1
+# Of nine pages; the second and third row have none where their tokens go.
+TABLE = np.array([[4, 1, 9], [7, -1, 2], [0, 3, 9], [5, -1, 8]], np.int32)
 
 
 def make(queries, rank, rope, dtype, *, tokens=3, has_queries=True, is_paged=False, batch=4):
@@ -39,7 +40,8 @@ def make(queries, rank, rope, dtype, *, tokens=3, has_queries=True, is_paged=Fal
     slots = (9, 1, 64, rank + rope) if is_paged else (batch, 1, SLOTS, rank + rope)
     places = (np.resize(np.array(each, np.int32), batch) for each in (STARTS, LENGTHS, FIRST))
     return dict(
-        projected=normal(batch * tokens + 4, queries + rank + rope).at[batch * tokens :].set(jnp.nan),
+        # The second row is so small that eps counts.
+        projected=normal(batch * tokens + 4, queries + rank + rope).at[batch * tokens :].set(jnp.nan).at[1].mul(2**-8),
         cos=jnp.cos(angles),
         sin=jnp.sin(angles),
         cache=jnp.full(slots, jnp.nan, dtype),
@@ -155,6 +157,13 @@ def test_wrong_calls():
     wrong(ValueError, shapes, kv_norm=operands["kv_norm"][None])
     wrong(TypeError, "operands are bfloat16, float16; expected one floating", kv_norm=jnp.zeros(16, jnp.float16))
     wrong(ValueError, r"expected int32 \(B, T\) and pages \(P, 1, 64", page_table=jnp.asarray(TABLE))
+    wrong(ValueError, "expected float32 of one shape", sin=operands["sin"][:, :1])
+    wrong(ValueError, "expected float32 of one shape", cos=operands["cos"].astype(jnp.bfloat16))
+    for name in ("starts", "lengths", "first_slots"):
+        wrong(ValueError, rf"{name} is int32\(1,\), expected int32\(4,\)", **{name: operands[name][:1]})
+        wrong(ValueError, f"{name} is float32", **{name: operands[name].astype(jnp.float32)})
+    wrong(ValueError, "quantization 'mxfp8', expected one of none, e4m3_row", quantization="mxfp8")
+    wrong(ValueError, "scale_rows=11, expected 12 tokens or more", scale_rows=11)
     paged = make(24, 16, 8, "bfloat16", is_paged=True)
     refuses(ValueError, "expected int32", call, **paged | dict(page_table=jnp.asarray(TABLE, jnp.int8)))
 
@@ -171,7 +180,6 @@ def test_config_error():
         return config_error(dataclasses.replace(desc, **other), config)
 
     assert "float32" in reason(dtype="float32")
-    assert "'mxfp8'" in reason(quantization="mxfp8")
     assert "Q=640 with e4m3_group: a multiple of 512" in reason(queries=640)
     assert reason(queries=640, quantization="e4m3_row") is None
     assert "Q=8192" in reason(queries=8192)

@@ -101,14 +101,13 @@ def multiply_heads_cases() -> Iterator[Case]:
     """DeepSeek-V3's two products, one token and several tiles; more steps than stages; a narrow part."""
     for tokens, dtype in ((1, "bfloat16"), (16, "float16"), (200, "bfloat16")):
         for desc in (
-            HeadsDesc(tokens, 128, 0, 128, 512, dtype, transposes_w=False),
-            HeadsDesc(tokens, 128, 128, 128, 512, dtype, transposes_w=True),
-            HeadsDesc(tokens, 20, 192, 256, 512, dtype, transposes_w=True),
-            HeadsDesc(tokens, 16, 64, 192, 128, dtype, transposes_w=False),
+            HeadsDesc(tokens, 128, 0, 128, 256, 512, dtype, transposes_w=False, x_columns=192),
+            HeadsDesc(tokens, 128, 128, 128, 256, 512, dtype, transposes_w=True, x_columns=512),
+            HeadsDesc(tokens, 20, 192, 256, 448, 512, dtype, transposes_w=True, x_columns=512),
+            HeadsDesc(tokens, 16, 64, 192, 264, 128, dtype, transposes_w=False, x_columns=192),
         ):
-            rows = desc.first_row + desc.num_rows
-            shapes: tuple[Shape, ...] = (((tokens, desc.num_heads, desc.depth), dtype),)
-            shapes += (((desc.num_heads, rows, desc.columns), dtype),)
+            shapes: tuple[Shape, ...] = (((tokens, desc.num_heads, desc.x_columns), dtype),)
+            shapes += (((desc.num_heads, desc.all_rows, desc.columns), dtype),)
             config = choose_heads(desc)
             name = f"multiply_heads {tokens} x {desc.depth} x {desc.width}, {config.num_stages} stages"
             yield Case(name, multiply_heads_sm90(desc, config), shapes, "HGMMA")
