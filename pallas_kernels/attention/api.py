@@ -13,7 +13,7 @@ from pallas_kernels.common.cache_dtypes import check_cache_dtypes
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
 from pallas_kernels.common.numerics import widen
-from pallas_kernels.common.pages import PAGE_SLOTS, rows_of_pages
+from pallas_kernels.common.pages import PAGE_SLOTS, check_places, rows_of_pages
 
 TILED = 8  # rows of a tile in shared memory: a TMA copy wants arrays of a multiple of them
 
@@ -74,9 +74,7 @@ def prefill(
         # One copy for all query heads and tiles: by counting cheaper than to widen codes wherever they are read.
         k, v = (widen(a if page_table is None else rows_of_pages(a, page_table), q.dtype) for a in (k, v))
         page_table = None
-    for name, array in (("starts", starts), ("lengths", lengths), ("first_slots", first_slots)):
-        if array.shape != (desc.batch,) or array.dtype != jnp.int32:
-            raise ValueError(f"{name} is {array.dtype} {array.shape}, expected int32 ({desc.batch},)")
+    check_places(desc.batch, starts, lengths, first_slots)
     sinks = None if sinks is None else sinks.astype(jnp.float32)
     if first_keys is not None:
         if first_keys.shape != q.shape[:2] or first_keys.dtype != jnp.int32:

@@ -6,6 +6,13 @@ import jax.numpy as jnp
 PAGE_SLOTS = 64
 
 
+def check_places(batch: int, starts: jax.Array, lengths: jax.Array, first_slots: jax.Array) -> None:
+    """Raise ValueError unless each is (batch,) int32: a kernel would read past a shorter one."""
+    for name, array in zip(("starts", "lengths", "first_slots"), (starts, lengths, first_slots), strict=True):
+        if array.shape != (batch,) or array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}{array.shape}, expected int32{(batch,)}")
+
+
 def rows_of_pages(pool: jax.Array, page_table: jax.Array) -> jax.Array:
     """(P, M, 64, D) -> (B, M, L, D), by the table (B, T)."""
     rows = jnp.moveaxis(jnp.take(pool, page_table, axis=0, mode="clip"), 2, 1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.cache_dtypes import check_cache_dtypes
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.common.pages import PAGE_SLOTS, rows_of_pages
+from pallas_kernels.common.pages import PAGE_SLOTS, check_places, rows_of_pages
 from pallas_kernels.decode_attention.config import (
     DecodeConfig,
     DecodeDesc,
@@ -168,9 +168,7 @@ def _describe(
             f"q {q.shape}, k {k.shape}, v {v.shape}; expected (B, S, N, D), (B, M, L, D), (B, M, L, V), M dividing N"
         )
     check_cache_dtypes(q, k, v, scales)
-    for name, array in zip(("starts", "lengths", "first_slots"), rows, strict=True):
-        if array.shape != (batch,) or array.dtype != jnp.int32:
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, expected int32{(batch,)}")
+    check_places(batch, *rows)
     if window is not None and window < 1:
         raise ValueError(f"window={window}, expected at least 1, or None for all slots")
     if not scale > 0:

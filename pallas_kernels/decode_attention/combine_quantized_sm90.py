@@ -9,6 +9,7 @@ A CTA has all key heads of a row where a row has one scale; where 128 columns ha
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,13 +35,12 @@ def combine_quantized_sm90(desc: DecodeDesc, config: DecodeConfig, rows: Permute
     rows: how the outputs (B, N * V) are quantized; ``quantizing_error`` is None.
     """
     assert rows.scale_shape is not None
-    size = functools.reduce(lambda a, b: a * b, rows.scale_shape)
     warpgroups = 1 if rows.is_grouped else desc.num_kv_heads
     return row_kernel(
         functools.partial(_kernel, desc, config, rows, warpgroups),
         [
             jax.ShapeDtypeStruct((rows.num_tokens * rows.width,), jnp.dtype(rows.out_dtype)),
-            jax.ShapeDtypeStruct((size,), jnp.float32),
+            jax.ShapeDtypeStruct((math.prod(rows.scale_shape),), jnp.float32),
         ],
         desc.batch * desc.num_kv_heads // warpgroups,
         "add_splits_and_quantize",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.common.pages import PAGE_SLOTS
+from pallas_kernels.common.pages import PAGE_SLOTS, check_places
 from pallas_kernels.rotate_and_store.config import RotateConfig, RotateDesc, choose_config, config_error
 from pallas_kernels.rotate_and_store.reference import rotate_and_store_ref
 
@@ -64,6 +64,7 @@ def rotate_and_store(
     num_tokens = cos.shape[1] if has_parts else None
     desc = describe(projected, caches, norms, eps, scales, page_table, num_tokens=num_tokens, biases=biases)
     places = (starts, lengths, first_slots)
+    check_places(desc.batch, *places)
 
     def hopper():
         chosen = config or choose_config(desc, hopper_sms())

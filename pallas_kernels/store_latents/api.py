@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.add_and_norm.config import QUANTIZATIONS
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.common.pages import PAGE_SLOTS
+from pallas_kernels.common.pages import PAGE_SLOTS, check_places
 from pallas_kernels.store_latents.config import (
-    QUANTIZATIONS,
     LatentsConfig,
     LatentsDesc,
     choose_config,
@@ -72,11 +72,9 @@ def store_latents(
     desc = describe(projected, cos, cache, kv_norm, q_norm, page_table, **kind)
     if sin.shape != cos.shape or {a.dtype for a in (cos, sin)} != {jnp.dtype(jnp.float32)}:
         raise ValueError(f"cos {cos.dtype}{cos.shape}, sin {sin.dtype}{sin.shape}; expected float32 of one shape")
-    for name, array in zip(("starts", "lengths", "first_slots"), (starts, lengths, first_slots), strict=True):
-        if array.shape != (desc.batch,) or array.dtype != jnp.int32:
-            raise ValueError(f"{name} is {array.dtype}{array.shape}, expected int32{(desc.batch,)}")
     norms = (*(() if q_norm is None else (q_norm,)), kv_norm)
     places = (starts, lengths, first_slots)
+    check_places(desc.batch, *places)
 
     def hopper():
         chosen = config or choose_config(desc, hopper_sms())

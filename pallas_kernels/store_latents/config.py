@@ -4,9 +4,8 @@ import dataclasses
 
 from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.sm90 import WARPGROUP, WARPS
-from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import GROUP, PermuteDesc
 
-QUANTIZATIONS = ("none", *WITH_SCALES)
 MOST_COLUMNS = 4096  # of a row that is normalised: 32 values a thread
 
 
@@ -22,7 +21,7 @@ class LatentsDesc:
         eps: of the norms.
         is_interleaved: which columns of a key are pairs.
         has_queries: whether the first columns are normalised; else they are not read.
-        quantization: of these, one of ``QUANTIZATIONS``.
+        quantization: of these, one of those of ``add_and_norm``.
         scale_rows: rows that the scales have room for, 0 for B * S.
         num_pages: of the cache, 0 where rows have slots of their own.
     """

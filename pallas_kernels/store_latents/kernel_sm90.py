@@ -5,6 +5,7 @@ made of. A thread has every 128th column; of a row with a scale for each 128 col
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,7 @@ def store_latents_sm90(desc: LatentsDesc, config: LatentsConfig) -> Callable[...
     if desc.has_queries:
         outputs = [jax.ShapeDtypeStruct((rows.num_tokens * rows.width,), jnp.dtype(rows.out_dtype))]
         if rows.scale_shape is not None:
-            size = functools.reduce(lambda a, b: a * b, rows.scale_shape)
-            outputs += [jax.ShapeDtypeStruct((size,), jnp.float32)]
+            outputs += [jax.ShapeDtypeStruct((math.prod(rows.scale_shape),), jnp.float32)]
     body = functools.partial(_kernel, desc, len(outputs))
     call = in_place_row_kernel(body, 1, outputs, config.num_ctas, "store_latents")
 

@@ -179,7 +179,15 @@ def test_wrong_calls():
     refuses(ValueError, "scale is 0", prefill, q, k, k, **good | dict(scale=0.0))
     refuses(ValueError, "window is 0", prefill, q, k, k, window=0, **good)
     refuses(ValueError, r"sinks has shape \(2,\)", prefill, q, k, k, sinks=jnp.zeros(2), **good)
-    refuses(ValueError, r"lengths is int32 \(1,\)", prefill, q, k, k, **good | dict(lengths=rows["lengths"][:1]))
+    refuses(
+        ValueError,
+        r"lengths is int32\(1,\), expected int32\(2,\)",
+        prefill,
+        q,
+        k,
+        k,
+        **good | dict(lengths=rows["lengths"][:1]),
+    )
     keys = dict(first_keys=jnp.zeros((2, 8), jnp.int32))
     refuses(ValueError, r"first_keys is int32 \(2,\)", prefill, q, k, k, **good | dict(first_keys=rows["starts"]))
     refuses(ValueError, "first_keys needs is_causal", prefill, q, k, k, is_causal=False, **good, **keys)

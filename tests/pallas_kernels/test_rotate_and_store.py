@@ -205,6 +205,8 @@ def test_wrong_calls():
     refuses(TypeError, "bfloat16, float32", rotate_and_store, mixed, *rest)
     refuses(ValueError, "R >= B . S with S=3", rotate_and_store, tuple(a[:1] for a in projected), *rest, has_parts=True)
     refuses(NotImplementedError, "needs a Hopper GPU", rotate_and_store, projected, *rest, implementation="hopper")
+    short = [*rest[:-1], rest[-1][:1]]
+    refuses(ValueError, r"first_slots is int32\(1,\), expected int32\(2,\)", rotate_and_store, projected, *short)
     scales = (jnp.float32(1), jnp.float32(1))
     refuses(TypeError, "bfloat16 and bfloat16 with scales", rotate_and_store, projected, *rest, scales=scales)
     rest[2] = tuple(cache.astype(jnp.float8_e4m3fn) for cache in rest[2])

@@ -206,7 +206,7 @@ class LatentAttention(Partitioned):
             return None
         q, rows = found
         if q is None:
-            q = outputs_of(self._into(), Projected((joined,), joined.lead, rows.dtype), joined)[0]
+            q = joined.whole(rows.dtype)[..., : self._into()[0].weight.shape[0]]
         return q, SlotCache((rows,))
 
     def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:

@@ -15,7 +15,6 @@ from pallas_kernels.rotate_and_store import choose_config as choose_rotate
 from pallas_kernels.rotate_and_store.kernel_sm90 import rotate_and_store_sm90
 from pallas_kernels.store_latents import LatentsDesc
 from pallas_kernels.store_latents import choose_config as choose_latents
-from pallas_kernels.store_latents.config import QUANTIZATIONS as LATENT_QUANTIZATIONS
 from pallas_kernels.store_latents.kernel_sm90 import store_latents_sm90
 from tests.support.kernels.case import Case, Shape
 
@@ -116,7 +115,7 @@ def multiply_heads_cases() -> Iterator[Case]:
 def store_latents_cases() -> Iterator[Case]:
     """DeepSeek-V3's rows in each quantization; rows whose first columns are not read; a narrow latent in pages."""
     deepseek = LatentsDesc(16, 1, 1536, 512, 64, 1024, "bfloat16", 1e-6, is_interleaved=True, has_queries=True)
-    for quantization in LATENT_QUANTIZATIONS:
+    for quantization in QUANTIZATIONS:
         yield _store_latents_case(dataclasses.replace(deepseek, quantization=quantization, scale_rows=64))
     yield _store_latents_case(dataclasses.replace(deepseek, queries=3072, has_queries=False))
     narrow = dict(num_tokens=5, queries=640, rank=192, rope=32, dtype="float16", is_interleaved=False, num_pages=40)
