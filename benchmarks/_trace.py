@@ -52,15 +52,21 @@ def split(found: list[Kernel]) -> list[list[Kernel]]:
     return parts
 
 
-def by_name(found: list[Kernel], calls: int) -> list[tuple[str, float, float]]:
-    """(name, microseconds, launches) of a call, the longest first. Numbers that XLA puts behind names are left out."""
+def by_name(found: list[Kernel], calls: int) -> list[tuple[str, float, float, float]]:
+    """(name, microseconds, microseconds alone, launches) of a call, the longest alone first.
+
+    A kernel that is let in while the one before it runs waits for it, which counts as its time. "alone" is what it takes
+    from the end of all kernels before it. Numbers that XLA puts behind names are left out.
+    """
     sums: dict[str, list[float]] = {}
-    for kernel in found:
-        name = re.sub(r"(_\d+)+$", "", kernel.name)
-        entry = sums.setdefault(name, [0.0, 0.0])
-        entry[0] += kernel.duration / calls
-        entry[1] += 1 / calls
-    return sorted(((name, us, count) for name, (us, count) in sums.items()), key=lambda row: -row[1])
+    last = -float("inf")
+    for kernel in sorted(found):
+        entry = sums.setdefault(re.sub(r"(_\d+)+$", "", kernel.name), [0.0, 0.0, 0.0])
+        end = kernel.start + kernel.duration
+        for i, more in enumerate((kernel.duration, max(0.0, end - max(kernel.start, last)), 1)):
+            entry[i] += more / calls
+        last = max(last, end)
+    return sorted(((name, *entry) for name, entry in sums.items()), key=lambda row: -row[2])
 
 
 def per_call(part: list[Kernel], calls: int) -> dict[str, Any]:

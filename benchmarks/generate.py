@@ -15,7 +15,8 @@ call. Prefills are also timed after a rest, as vllm_engine.py times those of vLL
 GPU's clock is not held down by its power limit. "outside" is the time of the same model with its experts replaced by
 nothing: attention, norms, embedding, head, and what XLA saves when the experts are gone. "launches" are the kernels of
 a layer outside its experts, counted in programs with two layers of experts at least. ``--profile`` names the kernels of
-a call, launched one by one, with their time, and says how long any of them runs: what vllm_engine.py calls "kernels".
+a call, launched one by one, with their time from the end of the kernels before them ("alone") and from their own start,
+and says how long any of them runs: what vllm_engine.py calls "kernels".
 ``--routing`` times nothing: it says how many experts of each layer a call's rows go to, and how many rows the busiest
 one gets; on a CPU, too.
 
@@ -61,7 +62,7 @@ CASES = "qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,qwen3-30b-a3b:bf16,mix
 CASES += ",mixtral-8x7b:w4a16_g128,gpt-oss-20b:mxfp4_a16,gpt-oss-120b:mxfp4_a16,deepseek-v3:fp8_block"
 _TINY = dict(hidden_size=256, intermediate_size=128, moe_intermediate_size=128, num_attention_heads=2, vocab_size=512)
 _TINY |= dict(num_key_value_heads=2, num_experts=8, num_local_experts=8, num_experts_per_tok=2)
-_FEW, _SAMPLES, _SAMPLE_S, _TRACED = 2, 5, 0.05, 3
+_FEW, _SAMPLES, _SAMPLE_S, _LONG_S, _TRACED = 2, 5, 0.05, 0.5, 3
 _RESTS, _REST_S, _RESTED_S = 7, 0.1, 0.02
 _DRAWN = 4  # layers
 _TILED = 8  # slots of a cache, as ``generate`` makes it, are a multiple
@@ -181,8 +182,8 @@ class Program:
         return [launch.name for launch in layers[len(layers) // 2]] if layers else []
 
     def micros(self) -> tuple[float, float]:
-        """Device time of one call: of many without a pause, the median of the samples with at least 10 calls in each;
-        and of few after a rest."""
+        """Device time of one call: of many without a pause, the median of samples with at least 10 calls in each, or as
+        many as take half a second; and of few after a rest."""
         arguments = self._arguments()
 
         def seconds(count: int, rest: float = 0.0) -> float:
@@ -193,7 +194,8 @@ class Program:
             return time.perf_counter() - start
 
         seconds(_FEW)
-        many = int(np.clip(_SAMPLE_S / max(seconds(_FEW) / _FEW, 1e-6), 10, 200))
+        one = max(seconds(_FEW) / _FEW, 1e-6)
+        many = int(np.clip(_SAMPLE_S / one, np.clip(_LONG_S / one, 1, 10), 200))
         differences = [seconds(_FEW + many) - seconds(_FEW) for _ in range(_SAMPLES)]
         micros = float(np.median(differences)) / many * 1e6
         # As many as end before the power limit is felt: the first of them waits for its launch, too.
@@ -202,7 +204,7 @@ class Program:
         return micros, float(some - none) / few * 1e6
 
     def profile(self) -> dict[str, Any]:
-        """Of a call: busy_us, in which the GPU runs anything; profile, (kernel, microseconds, launches)."""
+        """Of a call: busy_us, in which the GPU runs anything; profile, what ``by_name`` says of its kernels."""
         assert self._open is not None
         arguments = jax.block_until_ready(self._open(self._leaves, *self._arguments(), np.int32(1)))
         with traced() as found:
@@ -317,7 +319,10 @@ def rows_of(cell: dict[str, Any], layers: int) -> list[str]:
     ]
     if "profile" in cell:
         lines += [f"    {' '.join(cell['launches'])}", f"    {cell['busy_us'] / 1e3:9.3f} ms of kernels"]
-        lines += [f"    {us:9.1f} us {count:6.1f} x  {name}" for name, us, count in cell["profile"][:30]]
+        lines += [
+            f"    {alone:9.1f} us alone, {us:9.1f} us, {count:6.1f} x  {name}"
+            for name, us, alone, count in cell["profile"][:30]
+        ]
     return lines
 
 

@@ -5,7 +5,7 @@ docstring says float32. A masked element touches no memory. Accesses are volatil
 Between threads the caller places ``barrier``, which all warpgroups of the CTA reach. The interpreter cannot run these.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -145,19 +145,34 @@ def _masked_read(ref: Ref, index: Value, mask: Value, text: str, default: int = 
     return read(ref, index, _as_int(mask))
 
 
-def load_words(ref: Ref, index: Value, count: int) -> tuple[Value, ...]:
-    """ref[index : index + count]: 1, 2 or 4 words in one load. ref: (n,) int32; index: a multiple of count."""
-    vector = "" if count == 1 else f".v{count}"
-    targets = "$0" if count == 1 else f"{{{', '.join(f'${i}' for i in range(count))}}}"
+def load_words(ref: Ref, index: Value, count: int, mask: Value | None = None) -> tuple[Value, ...]:
+    """ref[index : index + count] where mask, else 0: 1, 2 or 4 words in one load. None: everywhere.
 
-    @inline(plgpu.RefType(), LANES, result=(_RESULT,) * count)
-    def read(ctx, ref, index):
+    ref: (n,) int32 or float32, whose bits are returned; index: a multiple of count.
+    """
+    given = () if mask is None else (_as_int(mask),)
+    targets = [f"${i}" for i in range(count)]
+    begin = "".join(f" mov.b32 {target}, 0;" for target in targets)
+    begin = "" if mask is None else f".reg .pred p; setp.ne.s32 p, ${count + 1}, 0;{begin} @p "
+    vector, target = ("", targets[0]) if count == 1 else (f".v{count}", f"{{{', '.join(targets)}}}")
+
+    @inline(plgpu.RefType(), LANES, *[LANES] * len(given), result=(_RESULT,) * count)
+    def read(ctx, ref, index, *given):
         del ctx
         space, address, constraint = _address(ref, index, 4)
-        text = f"ld.{space}{vector}.b32 {targets}, [${count}];"
-        return tuple(map(wrap, asm_of_several([address], text, f"{constraint},~{{memory}}", count)))
+        text = f"{{ {begin}ld.{space}{vector}.b32 {target}, [${count}]; }}"
+        operands = [address, *map(value_of, given)]
+        constraints = f"{constraint}{',r' * len(given)},~{{memory}}"
+        return tuple(map(wrap, asm_of_several(operands, text, constraints, count, is_early=mask is not None)))
 
-    return read(ref, index)
+    return read(ref, index, *given)
+
+
+def load_floats(ref: Ref, index: Value, mask: Value, count: int) -> tuple[Value, ...]:
+    """ref[index : index + count] where mask, else 0: 1, 2 or 4 in one load. ref: (n,) float32; index: a multiple of
+    count."""
+    words = load_words(ref, index, count, mask)
+    return tuple(lax.bitcast_convert_type(word, jnp.float32) for word in words)
 
 
 CHUNK = 16  # bytes of a copy
@@ -233,6 +248,21 @@ def _masked_write(ref: Ref, index: Value, value: Value, mask: Value | bool, text
         asm(operands, text.format(space=space), f"{constraint},r,r,~{{memory}}")
 
     write(ref, index, value, _as_int(mask))
+
+
+def store_words(ref: Ref, index: Value, words: Sequence[Value], mask: Value) -> None:
+    """2 or 4 words in one store to ref[index], and what lies behind it, where mask. ref: (n,) in global memory."""
+    itemsize, count = jnp.dtype(ref.dtype).itemsize, len(words)
+    values = ", ".join(f"${i + 1}" for i in range(count))
+    text = f"{{ .reg .pred p; setp.ne.s32 p, ${count + 1}, 0; @p st.global.v{count}.b32 [$0], {{{values}}}; }}"
+
+    @inline(plgpu.RefType(), *[LANES] * (count + 2))
+    def write(ctx, ref, index, *given):
+        del ctx
+        _, address, constraint = _address(ref, index, itemsize)
+        asm([address, *map(value_of, given)], text, constraint + ",r" * (count + 1) + ",~{memory}")
+
+    write(ref, index, *words, _as_int(mask))
 
 
 def warp_max(value: Value) -> Value:
@@ -321,14 +351,19 @@ def asm(operands: list[ir.Value], text: str, constraints: str, *, has_result: bo
 
 
 def asm_of_several(
-    operands: list[ir.Value], text: str, constraints: str, count: int, element: ir.Type | None = None
+    operands: list[ir.Value],
+    text: str,
+    constraints: str,
+    count: int,
+    element: ir.Type | None = None,
+    is_early: bool = False,
 ) -> list[Any]:
     """``asm`` with ``count`` results of one type, $0 and so on; of 32-bit integers where none is given. constraints: of
-    the operands."""
+    the operands. is_early: results are written before all operands are read, so that they share no register."""
     element = element or integer(32)
     letter = "f" if element == ir.F32Type.get() else "r"
     kind = ir.Type.parse(f"!llvm.struct<({', '.join([str(element)] * count)})>")
-    results = ",".join([f"={letter}"] * count)
+    results = ",".join([f"={'&' * is_early}{letter}"] * count)
     found: Any = llvm.inline_asm(kind, operands, text, f"{results},{constraints}", has_side_effects=True, asm_dialect=0)
     return [llvm.extractvalue(element, found, [index]) for index in range(count)]
 

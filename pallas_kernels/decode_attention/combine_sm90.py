@@ -1,9 +1,10 @@
 """Partial sums of the splits of a row to its output, added in the order of the splits.
 
-Each CTA is a warpgroup and makes 128 elements of the output, one a thread, in the order in which the sums lie: so a
-warp reads 128 bytes side by side. A thread first walks the largest scores of its row's splits, then adds their sums,
-UNROLL splits at a time so that as many loads are under way, and UNROLL_MANY of rows in long caches. The sums of the
-first UNROLL are asked for before the largest score is known.
+Each CTA is a warpgroup and makes elements of the output in the order in which the sums lie, so that a warp reads them
+side by side: a thread one, or four neighbouring values where the values of a query lie side by side. A thread first
+walks the largest scores of its row's splits, then adds their sums, UNROLL splits at a time so that as many loads are
+under way, and UNROLL_MANY of rows in long caches. The sums of the first UNROLL are asked for before the largest score
+is known.
 """
 
 import functools
@@ -39,9 +40,15 @@ def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     return row_kernel(body, out, num_combining_ctas(desc, config), "add_splits")
 
 
+def elements_a_thread(config: DecodeConfig) -> int:
+    """Values of one query."""
+    return 1 if config.swap_ab else 4
+
+
 def num_combining_ctas(desc: DecodeDesc, config: DecodeConfig) -> int:
-    """Each has 128 elements of one tile: a tile's columns are a multiple of 8, its values of 64."""
-    return config.all_tiles(desc) * config.columns * desc.value_width // WARPGROUP
+    """Each has elements of one tile: where a thread has one, a tile's columns are a multiple of 8 and its values of 64;
+    else its columns are 64 and its values a multiple of 128."""
+    return config.all_tiles(desc) * config.columns * desc.value_width // (WARPGROUP * elements_a_thread(config))
 
 
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
@@ -56,14 +63,15 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
         """Quotient and remainder."""
         return lax.div(x, jnp.full_like(x, by)), lax.rem(x, jnp.full_like(x, by))
 
-    nothing = simt.constant(0)
-    elements = simt.thread_index() + cta * WARPGROUP
+    nothing, count = simt.constant(0), elements_a_thread(config)
+    thread = simt.thread_index() + cta * WARPGROUP
     if config.swap_ab:  # each value has its columns side by side
-        rest, column = split(elements, columns)
+        rest, column = split(thread, columns)
         tile, value = split(rest, width)
     else:
-        rest, value = split(elements, width)
+        rest, part = split(thread, width // count)
         tile, column = split(rest, columns)
+        value = part * count
     pair, own_tile = split(tile, config.num_tiles(desc))
     row, kv_head = split(pair, desc.num_kv_heads)
     query, member = split(own_tile * columns + column, desc.group)
@@ -74,9 +82,9 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     _, begin, end = splits_of(desc, config, first, end)
     place = tile * splits * columns + column
 
-    def indices(offset: Any, count: int) -> list[tuple[Value, Value]]:
+    def indices(offset: Any, number: int) -> list[tuple[Value, Value]]:
         found = []
-        for j in range(count):
+        for j in range(number):
             split_index = nothing + (begin + offset + j)
             found.append((place + split_index * columns, is_used & (split_index < end)))
         return found
@@ -87,28 +95,31 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
             return (index - column) * width + value * columns + column
         return index * width + value
 
-    def scores(offset: Any, count: int) -> list[Value]:
-        return [simt.load_float(tops, index, mask, FLOOR) for index, mask in indices(offset, count)]
+    def scores(offset: Any, number: int) -> list[Value]:
+        return [simt.load_float(tops, index, mask, FLOOR) for index, mask in indices(offset, number)]
 
-    def parts(offset: Any, count: int) -> list[tuple[Value, Value]]:
+    def parts(offset: Any, number: int) -> list[tuple[Value, tuple[Value, ...]]]:
         """Weights and sums."""
-        found = indices(offset, count)
+        found = indices(offset, number)
         weights = [simt.load_float(totals, index, mask, 0.0) for index, mask in found]
-        values = [simt.load_float(sums, at(index), mask, 0.0) for index, mask in found]
+        values = [simt.load_floats(sums, at(index), mask, count) for index, mask in found]
         return list(zip(weights, values, strict=True))
 
     def over_the_others(body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
-        """body(carry, offset, count) for all splits behind the first UNROLL, in their order."""
+        """body(carry, offset, number) for all splits behind the first ones, in their order."""
+        if splits <= UNROLL:
+            return carry
         offset = jnp.int32(UNROLL)
         left = lax.max(end - begin - UNROLL, 0)
-        if splits > UNROLL_MANY:
+        if splits > UNROLL_MANY and count == 1:  # more registers than there are else
             many = lax.div(left, jnp.int32(UNROLL_MANY))
             carry = lax.fori_loop(0, many, lambda i, c: body(c, UNROLL + i * UNROLL_MANY, UNROLL_MANY), carry)
             offset, left = offset + many * UNROLL_MANY, left - many * UNROLL_MANY
         rounds = lax.div(left + (UNROLL - 1), jnp.int32(UNROLL))
         return lax.fori_loop(0, rounds, lambda i, c: body(c, offset + i * UNROLL, UNROLL), carry)
 
-    first_scores, first_parts = scores(0, UNROLL), parts(0, UNROLL)
+    at_first = min(UNROLL, splits)
+    first_scores, first_parts = scores(0, at_first), parts(0, at_first)
     top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
     sink = None
     if sinks:
@@ -118,16 +129,21 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     top = over_the_others(lambda top, *where: functools.reduce(lax.max, scores(*where), top), top)
 
     def added(carry, scores, parts):
-        numerator, denominator = carry
-        for score, (weight, one) in zip(scores, parts, strict=True):
+        numerators, denominator = carry
+        for score, (weight, values) in zip(scores, parts, strict=True):
             shrink = jnp.exp2(score - top)
-            numerator, denominator = numerator + one * shrink, denominator + weight * shrink
-        return numerator, denominator
+            numerators = tuple(own + value * shrink for own, value in zip(numerators, values, strict=True))
+            denominator = denominator + weight * shrink
+        return numerators, denominator
 
     zero = lax.bitcast_convert_type(nothing, jnp.float32)
-    carry = added((zero, zero if sink is None else jnp.exp2(sink - top)), first_scores, first_parts)
-    numerator, denominator = over_the_others(lambda c, *where: added(c, scores(*where), parts(*where)), carry)
-    result = jnp.where(denominator == 0, 0.0, numerator / denominator)
-    result = result if scales is None else result * scales[1]
+    carry = added(((zero,) * count, zero if sink is None else jnp.exp2(sink - top)), first_scores, first_parts)
+    numerators, denominator = over_the_others(lambda c, *where: added(c, scores(*where), parts(*where)), carry)
+    results = [jnp.where(denominator == 0, 0.0, numerator / denominator) for numerator in numerators]
+    results = results if scales is None else [result * scales[1] for result in results]
+    bits = [simt.float_bits(result, desc.dtype) for result in results]
     index = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value
-    simt.store_bits(out, index, simt.float_bits(result, desc.dtype), is_used, 2)
+    if count == 1:
+        simt.store_bits(out, index, bits[0], is_used, 2)
+    else:
+        simt.store_words(out, index, [low | (high << 16) for low, high in zip(bits[::2], bits[1::2], strict=True)], is_used)

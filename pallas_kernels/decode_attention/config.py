@@ -69,6 +69,7 @@ class DecodeConfig:
         columns: of a tile, a multiple of 8; those of a key head take as many tiles as they need.
         split: slots of a work item; the sums of the splits are added in their order.
         doubles_at: a row that sees more slots than one of these has splits twice as long, for each of them.
+        joins_rest: slots behind the last whole split, if they are fewer than half of one, belong to it.
         block_kv: slots of one step, a divisor of split.
         num_stages: steps of keys and values in shared memory, as they are in the cache.
         num_ctas: persistent CTAs.
@@ -82,6 +83,7 @@ class DecodeConfig:
     num_ctas: int
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = ()
+    joins_rest: bool = False
 
     @property
     def query_stages(self) -> int:
@@ -90,7 +92,8 @@ class DecodeConfig:
 
     def num_splits(self, desc: DecodeDesc) -> int:
         """Of a row that fills all slots, if none is twice as long."""
-        return -(-desc.num_slots // self.split)
+        rest = self.split // 2 if self.joins_rest else self.split - 1
+        return max(1, (desc.num_slots + rest) // self.split)
 
     def num_tiles(self, desc: DecodeDesc) -> int:
         """Of the columns of a key head."""
@@ -182,14 +185,15 @@ class DecodeForm:
     ctas_per_sm: int = 1
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = (2048, 12288)
+    joins_rest: bool = False
 
 
 # No row's bits depend on its batch but for MLA's latents, whose forms follow from the number of rows.
 FEW = DecodeForm()  # of keys with values of their own, and of latents of few rows
 # Of latents of MANY_ROWS rows and more: 64 heads fill the rows of a product. Longer splits leave fewer sums to add up,
 # where rounds of tiles of 64 heads over the 132 SMs of a Hopper GPU are nearly full.
-MANY_LATENTS = DecodeForm(swap_ab=False)
-FULL_LATENTS = DecodeForm(split=1024, swap_ab=False, doubles_at=())
+MANY_LATENTS = DecodeForm(swap_ab=False, joins_rest=True)
+FULL_LATENTS = DecodeForm(split=1024, swap_ab=False, doubles_at=(), joins_rest=True)
 MANY_ROWS = 16
 ONE_ROUND, TWO_ROUNDS = range(128, 133), 256  # tiles
 
@@ -202,14 +206,14 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     if form is None:
         form = _latents_form(desc) if desc.is_latent else FEW
     if not form.swap_ab:
-        rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at)
+        rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at, form.joins_rest)
         if config_error(desc, rows) is None:
             return rows
         form = FEW
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
     block_kv = form.block_kv if fits else 64
-    config = DecodeConfig(columns, form.split, block_kv, 1, 1, doubles_at=form.doubles_at)
+    config = DecodeConfig(columns, form.split, block_kv, 1, 1, True, form.doubles_at, form.joins_rest)
     items = config.all_tiles(desc) * config.num_splits(desc)
     config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * form.ctas_per_sm, items)))
     for stages in range(2, 13):

@@ -48,13 +48,17 @@ def splits_of(desc: DecodeDesc, config: DecodeConfig, first: Any, end: Any) -> t
     Splits are counted from slot 0. Their size follows from the number of these slots alone, not from other rows.
     """
     most = desc.num_slots if desc.window is None else min(desc.num_slots, desc.window + desc.num_queries - 1)
-    size = jnp.int32(config.split)
-    begin, stop = lax.div(first, size), lax.div(end + (config.split - 1), size)
+    shift = jnp.int32(0)
     for bound in config.doubles_at:
         if most > bound:
-            shift = jnp.where(end - first > bound, jnp.int32(1), jnp.int32(0))
-            size = size * (shift + 1)
-            begin, stop = lax.shift_right_logical(begin, shift), lax.shift_right_logical(stop + shift, shift)
+            shift += jnp.where(end - first > bound, jnp.int32(1), jnp.int32(0))
+    unit = jnp.int32(config.split)
+    size = lax.shift_left(unit, shift)
+    rest = lax.div(size, jnp.int32(2)) if config.joins_rest else size - 1
+    begin, stop = (lax.shift_right_logical(lax.div(slots, unit), shift) for slots in (first, end + rest))
+    if config.joins_rest:
+        stop = lax.max(stop, jnp.int32(1))
+        begin = lax.min(begin, stop - 1)
     return size, begin, jnp.where(first < end, stop, begin)
 
 
@@ -80,8 +84,9 @@ class Items:
         row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
         start, length, slot = self._starts[row], self._lengths[row], self._first_slots[row]
         first, end = seen(desc, start, length, slot)
-        size, _, _ = splits_of(desc, config, first, end)
-        first, end = lax.max(first, split * size), lax.min(end, (split + 1) * size)
+        size, _, stop = splits_of(desc, config, first, end)
+        own_end = jnp.where(split + 1 < stop, lax.min(end, (split + 1) * size), end)
+        first, end = lax.max(first, split * size), jnp.where(split < stop, own_end, first)
         first_step = lax.div(first, jnp.int32(block_kv))
         steps = jnp.where(first < end, lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - first_step, 0)
         return Item(row, head, column, tile * splits + split, start, length, slot, first_step, steps)

@@ -52,7 +52,7 @@ class PermuteDesc:
         """What CTAs take in turn: rows of the input, or pieces of rows of the output where columns are gathered."""
         if self.num_experts:
             return self.num_tokens * self.top_k * -(-self.width // GATHERED)
-        return self.num_tokens if self.num_named is None else self.num_named * self.parts
+        return (self.num_tokens if self.num_named is None else self.num_named) * self.parts
 
     @property
     def parts(self) -> int:
@@ -60,7 +60,7 @@ class PermuteDesc:
         scales.
         """
         groups = self.width // GROUP
-        if not self.is_grouped or self.num_named is None or groups <= PART_GROUPS or self.width % GROUP:
+        if not self.is_grouped or self.top_k or groups <= PART_GROUPS or self.width % GROUP:
             return 1
         return groups // next((size for size in range(PART_GROUPS, 3, -4) if groups % size == 0), groups)
 

@@ -94,28 +94,30 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Ref) -> None:
     rows = RowQuantizer(desc, x, given, *pending)
     cta = lax.axis_index("cta")
 
-    def one_token(token):
-        if row_of is None:
-            rows.quantize(token, [token], always=True)
-        else:
-            rows.quantize(token, [row_of[token, j] for j in range(desc.top_k)], always=False)
+    def row_and_part(item):
+        """Of the rows that are named, or of all."""
+        if desc.parts == 1:
+            return item, None
+        parts = jnp.int32(desc.parts)
+        return lax.div(item, parts), lax.rem(item, parts)
+
+    def one_token(item):
+        token, part = row_and_part(item)
+        targets = [token] if row_of is None else [row_of[token, j] for j in range(desc.top_k)]
+        rows.quantize(token, targets, always=row_of is None, part=part)
 
     if named is None:
         for_items_of(cta, desc.num_items, config.num_ctas, one_token)
         return
 
-    def name(item):
-        return named[item if desc.parts == 1 else lax.div(item, jnp.int32(desc.parts))]
-
     def one_named(i, row):
         # The next name is on its way while this row is worked on.
         item = cta + i * config.num_ctas
-        following = name(lax.min(item + config.num_ctas, jnp.int32(desc.num_items - 1)))
-        part = lax.rem(item, jnp.int32(desc.parts)) if desc.parts > 1 else None
-        pl.when(row >= 0)(lambda: rows.quantize(row, [row], always=True, part=part))
+        following = named[row_and_part(lax.min(item + config.num_ctas, jnp.int32(desc.num_items - 1)))[0]]
+        pl.when(row >= 0)(lambda: rows.quantize(row, [row], always=True, part=row_and_part(item)[1]))
         return following
 
-    lax.fori_loop(0, items_of(cta, desc.num_items, config.num_ctas), one_named, name(cta))
+    lax.fori_loop(0, items_of(cta, desc.num_items, config.num_ctas), one_named, named[row_and_part(cta)[0]])
 
 
 @dataclasses.dataclass(frozen=True)

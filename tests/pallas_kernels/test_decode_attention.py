@@ -306,13 +306,16 @@ def test_latents_in_threads(monkeypatch, options):
         np.testing.assert_allclose(y, expected[row], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("joins_rest", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=900)], ids=["one query", "three queries, window"])
-def test_items(monkeypatch, options):
+def test_items(monkeypatch, options, joins_rest):
     """Each CTA's items: every split of every row, of the length that the row's own slots ask for, by one of them."""
     monkeypatch.setattr(items_sm90, "pl", warpgroups.stand_ins()["pl"])
-    desc = decode_desc(64, 64, batch=6, num_slots=3000, num_heads=4, num_kv_heads=2, **options)
-    config = DecodeConfig(8, 128, 64, 2, 7, doubles_at=(300, 1000))
+    desc = decode_desc(64, 64, batch=11, num_slots=3000, num_heads=4, num_kv_heads=2, **options)
+    config = DecodeConfig(8, 128, 64, 2, 7, doubles_at=(300, 1000), joins_rest=joins_rest)
     places = np.array([(0, 3000, 2997), (130, 1131, 1130), (130, 1130, 1129), (5, 306, 305), (5, 305, 304), (9, 0, 0)])
+    # Of both sides of half a split, and with the first slot behind the last whole one.
+    places = np.concatenate([places, [(0, 192, 191), (0, 191, 190), (150, 180, 179), (0, 1, 0), (2, 63, 62)]])
     found, walked = {}, 0
     for cta in range(config.num_ctas):
         work = items_sm90.Items(desc, config, jnp.int32(cta), *jnp.asarray(places.T, jnp.int32))
@@ -328,13 +331,15 @@ def test_items(monkeypatch, options):
         end = min(length, slot + desc.num_queries)
         size = 128 * 2 ** sum(end - first > bound for bound in config.doubles_at)
         for head in range(2):
-            splits = range(first // size, -(-end // size)) if first < end else ()
+            stop = max(1, (end + size // 2) // size) if joins_rest else -(-end // size)
+            splits = range(min(first // size, stop - 1), stop) if first < end else ()
+            assert stop <= config.num_splits(desc)
             places_of_sums = (row * 2 + head) * config.num_splits(desc)
             for split in splits:
                 expected.add(places_of_sums + split)
                 own = found[places_of_sums + split]
                 assert (own["row"], own["head"]) == (row, head)
-                own_first, own_end = max(first, split * size), min(end, (split + 1) * size)
+                own_first, own_end = max(first, split * size), end if split + 1 == stop else (split + 1) * size
                 assert own["first_step"] == own_first // 64
                 assert own["num_steps"] == -(-own_end // 64) - own_first // 64
                 steps += own["num_steps"]
@@ -371,7 +376,7 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     refs += [memory(totals, of_tile), *(np.array(place, np.int32) for place in places.values())]
     refs += [jnp.float32([7.0, 3.0])] * desc.is_e4m3 + [memory(sinks)]
     stand_ins = warpgroups.stand_ins() | dict(simt=simt_of(128))
-    stand_ins["simt"].float_bits = lambda value, dtype: value.astype(dtype).astype(jnp.float32).view(jnp.int32)
+    stand_ins["simt"].float_bits = lambda value, dtype: value.astype(dtype).view(jnp.uint16).astype(jnp.int32)
     for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_sm90, name, stand_ins[name])
     monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
@@ -383,7 +388,7 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     expected = numerator / ((totals * weights).sum(1)[:, :6] + own)[..., None] * (3.0 if desc.is_e4m3 else 1.0)
     expected = expected.reshape(3, 2, 2, 3, width).swapaxes(1, 2)  # row, query, key head, member
     assert out.is_written.all()
-    np.testing.assert_allclose(out.values.view(np.float32), expected.reshape(-1), rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose((out.values << 16).view(np.float32), expected.reshape(-1), rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_group_ue8m0"])

@@ -332,7 +332,9 @@ def test_config_error():
     for width, parts in ((2048, 1), (2176, 1), (2304, 1), (2560, 5), (4096, 2), (7168, 7), (14336, 7)):
         wide = PermuteDesc(4, width, 0, 4, "bfloat16", "e4m3_group", 4)
         assert (wide.parts, wide.num_items) == (parts, 4 * parts)
-    assert dataclasses.replace(wide, num_named=None).parts == dataclasses.replace(wide, quantization="none").parts == 1
+    assert dataclasses.replace(wide, num_named=None).num_items == 28
+    assert dataclasses.replace(wide, num_named=None, top_k=2, num_rows=8).parts == 1
+    assert dataclasses.replace(wide, quantization="none").parts == 1
     good = PermuteDesc(4, 512, 2, 8, "bfloat16", "e4m3_row")
     assert config_error(good, PermuteConfig(1)) is None
     assert "at least 1" in config_error(good, PermuteConfig(0))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 class Memory:
@@ -66,11 +67,20 @@ def simt_of(threads: int) -> Any:
         store=lambda ref, index, value, mask: ref.store(index, value, mask),
         count=lambda ref, index, mask: ref.count(index, mask),
         store_bits=lambda ref, index, value, mask, itemsize: ref.store(index, value, mask),
+        load_floats=lambda ref, index, mask, n: tuple(_load_float(ref, index + i, mask, 0.0) for i in range(n)),
+        store_words=_store_halves,
         warp_max=lambda value: jnp.repeat(value.reshape(-1, 32).max(axis=1), 32),
         of_lane=lambda value, distance: value[jnp.arange(threads) ^ distance],
         e4m3_bits=lambda value: jnp.clip(value, -448, 448).astype(jnp.float8_e4m3fn).view(jnp.uint8).astype(jnp.int32),
         rounded=lambda value: jnp.rint(value).astype(jnp.int32),
     )
+
+
+def _store_halves(ref: Memory, index: Any, words: Any, mask: Any) -> None:
+    """Of a memory whose elements have 16 bits."""
+    for i, word in enumerate(words):
+        ref.store(index + 2 * i, word & 0xFFFF, mask)
+        ref.store(index + 2 * i + 1, lax.shift_right_logical(word, 16), mask)
 
 
 def _load_float(ref: Memory, index: Any, mask: Any, default: float) -> Any:
