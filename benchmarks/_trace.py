@@ -55,8 +55,8 @@ def split(found: list[Kernel]) -> list[list[Kernel]]:
 def by_name(found: list[Kernel], calls: int) -> list[tuple[str, float, float, float]]:
     """(name, microseconds, microseconds alone, launches) of a call, the longest alone first.
 
-    A kernel that is let in while the one before it runs waits for it, which counts as its time. "alone" is what it takes
-    from the end of all kernels before it. Numbers that XLA puts behind names are left out.
+    A kernel that is let in while the one before it runs waits for it, which counts as its time. "alone" is what it
+    takes from the end of all kernels before it. Numbers that XLA puts behind names are left out.
     """
     sums: dict[str, list[float]] = {}
     last = -float("inf")

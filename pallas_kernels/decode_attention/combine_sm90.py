@@ -146,4 +146,6 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     if count == 1:
         simt.store_bits(out, index, bits[0], is_used, 2)
     else:
-        simt.store_words(out, index, [low | (high << 16) for low, high in zip(bits[::2], bits[1::2], strict=True)], is_used)
+        simt.store_words(
+            out, index, [low | (high << 16) for low, high in zip(bits[::2], bits[1::2], strict=True)], is_used
+        )

@@ -18,7 +18,8 @@ _ROOM = {1: 192, 2: 96, 3: 64, 4: 40}
 _ROOM_REASSIGNED = {1: 192, 2: 192, 3: 104, 4: 40}
 # (consumer, producer) registers a thread, by number of consumers. Asking for more together than all enter with never
 # returns. One consumer enters with up to 255 and keeps them; four have no large-M tiles.
-_REGISTERS = {1: None, 2: (240, 24), 3: (160, 32), 4: None}
+_REGISTERS = {1: None, 2: (240, 24), 3: (160, 32), 4: (112, 32)}
+_ROOM_OF_SHARERS = 64  # of four that share 64 channels
 
 SharedArray = tuple[tuple[int, ...], str]  # shape and dtype
 
@@ -43,6 +44,8 @@ class GemmConfig:
             of its rows for both (multicast).
         shares_weights: the CTAs of a cluster work on neighbouring row tiles instead, and share the weights where both
             tiles have one expert.
+        sharers: with swap_ab, consumers that multiply the same 64 channels. They take the K steps in turn, and the first
+            one adds up their sums. 1: each has channels of its own.
         inline_ptx: sigmoid and rounding in PTX; False for JAX's GPU interpreter, which cannot run it.
     """
 
@@ -56,11 +59,12 @@ class GemmConfig:
     step_blocks: int = 1
     cluster: int = 1
     shares_weights: bool = False
+    sharers: int = 1
     inline_ptx: bool = True
 
     @property
     def num_consumers(self) -> int:
-        return self.block_n // self.consumer_channels if self.swap_ab else self.block_m // 64
+        return self.sharers * self.block_n // self.consumer_channels if self.swap_ab else self.block_m // 64
 
     @property
     def is_large_m(self) -> bool:
@@ -146,7 +150,8 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     """(shape, dtype) of what a CTA keeps in shared memory, by field of ``Scratch``.
 
     x, w: (stages, rows, K of a step), transposed weights (stages, K of a step, columns). staging: (consumers, slots,
-    64, columns), with swap_ab (consumers, slots, rows, 64). Scales of a step and vectors of a projection each start
+    64, columns), with swap_ab (consumers, slots, rows, 64), one for those that share channels. partial: (sharers but
+    the first, 64, rows). Scales of a step and vectors of a projection each start
     where a TMA copy may start.
     """
     stages, step, columns = config.num_stages, config.block_k(desc), store_columns(desc, config)
@@ -166,8 +171,10 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     arrays: dict[str, SharedArray] = dict(
         x=((stages, config.block_m, step), desc.dtype),
         w=((stages, *((step, config.block_n) if desc.transposes_w else (weight_rows, step))), desc.dtype),
-        staging=((config.num_consumers, *slots), desc.stored_dtype),
+        staging=((config.num_consumers // config.sharers, *slots), desc.stored_dtype),
     )
+    if config.sharers > 1:
+        arrays["partial"] = ((config.sharers - 1, 64, config.block_m), desc.accumulator)
     if desc.is_block_scaled:
         arrays["x_scale"] = ((stages, config.step_blocks, padded(config.block_m, "float32")), "float32")
     if desc.lhs_scale == "row":
@@ -182,7 +189,7 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
 def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     """Bytes of shared memory a CTA uses: the ring, the output staging, per-tile vectors, barriers."""
     total = sum(smem_bytes(*array) for array in shared_arrays(desc, config).values())
-    return total + 8 * (config.num_stages * (1 + num_pieces(desc, config)) + 2)
+    return total + 8 * (config.num_stages * (1 + num_pieces(desc, config)) + 4)
 
 
 def rows_error(desc: GroupedGemm, block_m: int) -> str | None:
@@ -218,6 +225,8 @@ def config_error(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str | Non
         return f"quantization {desc.quantization!r} of x: tiles of one row alone quantize it"
     if desc.top_k:
         return "the sum of a token's rows: tiles of one row alone add them up"
+    if reason := _sharers_error(desc, config):
+        return reason
     if config.swap_ab:
         if reason := _swap_ab_error(desc, config):
             return reason
@@ -289,12 +298,26 @@ def _cluster_error(config: GemmConfig) -> str | None:
     return None
 
 
+def _sharers_error(desc: GemmDesc, config: GemmConfig) -> str | None:
+    if config.sharers == 1:
+        return None
+    if config.sharers not in (2, 3, 4):
+        return f"sharers={config.sharers}: 1 to 4 consumers"
+    if not config.swap_ab or config.block_n != 64 or config.is_large_m or config.cluster > 1 or desc.projections > 1:
+        return f"sharers={config.sharers}: swap_ab in small-M tiles of 64 columns, one projection, no clusters"
+    steps = -(-desc.k // config.block_k(desc))
+    if steps % config.sharers or config.num_stages % config.sharers:
+        return f"sharers={config.sharers}: {steps} K steps and {config.num_stages} stages, each has to have as many"
+    return None
+
+
 def _swap_ab_error(desc: GemmDesc, config: GemmConfig) -> str | None:
     if config.block_m not in SWAP_AB_BLOCK_MS:
         return f"block_m={config.block_m} is not one of {SWAP_AB_BLOCK_MS}, the heights with swap_ab"
     if config.block_n not in (64, 128, 192, 256):
         return f"block_n={config.block_n}: one to four warpgroups of 64 channels with swap_ab"
-    room, needed = _ROOM_REASSIGNED[config.num_consumers], accumulators(desc, config)
+    room = _ROOM_OF_SHARERS if config.sharers == 4 else _ROOM_REASSIGNED[config.num_consumers]
+    needed = accumulators(desc, config)
     if needed > room:
         with_consumers = f"room for {room} with {config.num_consumers} consumers"
         return f"block_m={config.block_m}: {needed} accumulators a thread, {with_consumers}"

@@ -1,6 +1,7 @@
 """From a description to configurations, best first, with the reason for each choice and each prune."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -94,6 +95,8 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     (H200, one shape). They come first from 48 rows on, in narrow tiles, which have more stages: both products take 0.84
     to 0.95 of the time (H100, the same shape in FP8 and int8). Where 128 experts or more have a small-M tile, gate and
     up projections are read two experts at a time: 3% faster than eight on average (H100, 17 calls of two models).
+    One matrix for all rows whose tiles of 64 columns fill no round is read by few CTAs, which wait for one product after
+    the other; there as many consumers as can share a tile come first.
     """
     rows, tiles = _expected(desc, block_m)
     is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)
@@ -109,6 +112,10 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
             ways = [(block_n, blocks) for blocks in steps for block_n in ((64, 128, 256) if blocks == 4 else widths)]
         else:
             ways = [(block_n, blocks) for blocks in (2, 1) for block_n in widths]
+        if desc.num_experts == 1 and not is_large_m and tiles * -(-desc.n // 64) <= num_sms:
+            for sharers, blocks in itertools.product((4, 3, 2), (2, 1)):
+                sharing = GemmConfig(block_m, 64, 2, num_sms=num_sms, swap_ab=True, step_blocks=blocks, sharers=sharers)
+                yield deepest(desc, sharing)
         for block_n, blocks in ways:
             config = GemmConfig(block_m, block_n, 2, group, num_sms=num_sms, swap_ab=True, step_blocks=blocks)
             yield deepest(desc, config)
@@ -134,7 +141,9 @@ def refusal(desc: GemmDesc, config: GemmConfig) -> str | None:
     """Why a configuration of ``space`` is not worth timing, or None."""
     if reason := config_error(desc, config):
         return reason
-    if config.block_m == 64 and config.swap_ab:
+    if config.sharers > 1 and desc.k < 2 * config.sharers * config.block_k(desc):
+        return f"sharers={config.sharers}: one step each"
+    if config.block_m == 64 and config.swap_ab and config.sharers == 1:
         return "64 rows with swap_ab: weights then pass the tensor core no faster than rows do, one more layout to run"
     if config.block_m == 128 and config.swap_ab:
         return "128 rows with swap_ab: the plain tile leaves out chunks that nobody uses"
@@ -240,6 +249,7 @@ def describe(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str:
     if isinstance(config, VectorConfig):
         return describe_vector(desc, config)
     swapped = " with swap_ab" if config.swap_ab else ""
+    swapped += f", {config.sharers} consumers in turn" if config.sharers > 1 else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
     pairs = f" in pairs that share {'weights' if config.shares_weights else 'rows'}" if config.cluster > 1 else ""
     return (

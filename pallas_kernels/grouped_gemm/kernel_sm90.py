@@ -80,7 +80,8 @@ def _kernel(desc: Any, config: Any, main_loop: MainLoop, *refs: TileRef, **alloc
 
     behind = hidden(main_loop.epilogue_steps) if main_loop.epilogue_steps else None
     scratch = Scratch(**allocated)
-    cta = CtaContext(desc, config, operands, refs[len(names) :], scratch, warpgroup, hidden(steps), behind)
+    sharers = config.sharers if isinstance(config, GemmConfig) else 1
+    cta = CtaContext(desc, config, operands, refs[len(names) :], scratch, warpgroup, hidden(steps), behind, sharers)
     run_tiles(
         config,
         operands["tile_expert"],

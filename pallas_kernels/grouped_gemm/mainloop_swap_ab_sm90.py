@@ -3,8 +3,9 @@
 A tile's product is computed transposed, W X^T: weights fill the 64 rows of a wgmma whatever the number of tokens, which
 are its N. Small-M tiles serve few rows per expert; large-M tiles have heights between the multiples of 64.
 
-    consumers (1 to 4)    64 channels of the tile each, or 128
+    consumers (1 to 4)    64 channels of the tile each, or 128, or all the same 64 in turn (sharers)
         main loop             wgmma w[slot] x[slot]^T for each projection and K step
+        exchange              sums of consumers that share channels
         epilogue              for each piece of rows: scales, bias, activation -> transposed staging -> TMA store
 
 Clusters of two CTAs share rows or weights as in mainloop_plain_sm90.py. With block scales the products of each 128
@@ -15,6 +16,7 @@ tiles (50 used at 2 x 64 channels by 16 rows); for large-M ones the producer giv
 goes to the ring: at 2 x 128 channels and 16 rows 6 stages of 34 KiB, at 144 rows 4 of 50 KiB beside 12 KiB of staging.
 """
 
+import functools
 from collections.abc import Iterator
 
 import jax
@@ -25,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.types import Scalar, TileRef, Value
+from pallas_kernels.grouped_gemm import pipeline_sm90 as pipeline
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
 from pallas_kernels.grouped_gemm.config import GemmConfig, store_rows
 from pallas_kernels.grouped_gemm.epilogue_sm90 import (
@@ -55,21 +58,25 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
 
 
 def _compute(cta: CtaContext, tile: Tile) -> None:
-    desc, config, scratch = cta.desc, cta.config, cta.scratch
     with jax.named_scope("main_loop"):
-        accumulators = (_multiply_promoted if desc.is_block_scaled else _multiply)(cta, tile)
+        accumulators = (_multiply_promoted if cta.desc.is_block_scaled else _multiply)(cta, tile)
+    pipeline.add_up(cta, accumulators, functools.partial(_store, cta, tile))
+
+
+def _store(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> None:
+    desc, config, scratch = cta.desc, cta.config, cta.scratch
     if scratch.vectors_full is not None:
         plgpu.barrier_wait(scratch.vectors_full)
     pieces, num_slots = _pieces(config), scratch.staging.shape[1]
     for index, (block, start, rows) in enumerate(pieces):
-        channels = cta.warpgroup * config.consumer_channels + block * CHANNELS
+        channels = cta.channel_group * config.consumer_channels + block * CHANNELS
         with jax.named_scope("epilogue"):
             own = accumulators[block * desc.projections : (block + 1) * desc.projections]
             value = _scaled(cta, tile, own, channels, start, rows)
         if scratch.vectors_full is not None and index == len(pieces) - 1:
             mosaic.release(scratch.vectors_empty)
         with jax.named_scope("store"):
-            staging = scratch.staging.at[cta.warpgroup, index % num_slots, pl.ds(0, rows)]
+            staging = scratch.staging.at[cta.channel_group, index % num_slots, pl.ds(0, rows)]
             plgpu.wait_smem_to_gmem(stores_under_way(index, len(pieces), num_slots), wait_read_only=True)
             stage_transposed(value, staging, desc.stored_dtype)
             plgpu.commit_smem()
@@ -93,7 +100,7 @@ def _multiply(cta: CtaContext, tile: Tile) -> list[Value]:
 
     def products(slot):
         for block, projection in (divmod(index, desc.projections) for index in range(number)):
-            first = projection * config.block_n + cta.warpgroup * config.consumer_channels + block * CHANNELS
+            first = projection * config.block_n + cta.channel_group * config.consumer_channels + block * CHANNELS
             yield scratch.w.at[slot, pl.ds(first, CHANNELS)], scratch.x.at[slot]
 
     return smem.multiply(cta, tile, (CHANNELS, config.block_m), number, products)
@@ -102,7 +109,7 @@ def _multiply(cta: CtaContext, tile: Tile) -> list[Value]:
 def _multiply_promoted(cta: CtaContext, tile: Tile) -> list[Value]:
     """As ``_multiply``; every 128 of K are added in float32. A consumer's 64 channels lie in one weight block."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
-    channels = cta.warpgroup * CHANNELS
+    channels = cta.channel_group * CHANNELS
     columns = [(projection, channels) for projection in range(desc.projections)]
 
     def products(slot, block):

@@ -78,6 +78,7 @@ class CtaContext:
         warpgroup: index of this warpgroup; the last one is the producer.
         steps: ring slots that the K steps of one tile take.
         epilogue_steps: ring slots that its epilogue takes behind them; None where it reads nothing from the ring.
+        sharers: consumers that take the K steps of a tile in turn.
     """
 
     desc: Any
@@ -88,6 +89,12 @@ class CtaContext:
     warpgroup: Scalar
     steps: Scalar
     epilogue_steps: Scalar | None = None
+    sharers: int = 1
+
+    @property
+    def channel_group(self) -> Scalar:
+        """Index of this consumer among those with channels of their own."""
+        return self.warpgroup if self.sharers == 1 else jnp.int32(0)
 
     @property
     def all_steps(self) -> Scalar:
@@ -194,14 +201,43 @@ def for_each_step(
     carry: Carry,
     steps: Scalar | None = None,
 ) -> Carry:
-    """Fold ``body(k, slot, carry)`` over the K steps of a tile, or over so many of its ``steps``."""
+    """Fold ``body(k, slot, carry)`` over the K steps of a tile, or over so many of its ``steps``; where several
+    warpgroups share them, over every ``cta.sharers``-th."""
+    first, every = cta.warpgroup if cta.sharers > 1 else 0, cta.sharers
+    steps = cta.steps if steps is None else steps
 
-    def one_step(k, state):
+    def one_step(i, state):
         step, carry = state
-        carry = body(k, cta.slot(step), carry)
-        return step + 1, carry
+        carry = body(first + i * every, cta.slot(step), carry)
+        return step + every, carry
 
-    return lax.fori_loop(0, cta.steps if steps is None else steps, one_step, (tile.first_step, carry))[1]
+    return lax.fori_loop(0, lax.div(steps, jnp.int32(every)), one_step, (tile.first_step + first, carry))[1]
+
+
+def add_up(cta: CtaContext, sums: list[Value], store: Callable[[list[Value]], None]) -> None:
+    """Call ``store`` with what all sharers of the tile have summed up, by the first of them, in their order.
+
+    The others' sums pass through scratch.partial: written -> partial_full -> read -> partial_empty.
+    """
+    if cta.sharers == 1:
+        store(sums)
+        return
+    scratch, (own,) = cta.scratch, sums
+
+    @pl.when(cta.warpgroup > 0)
+    def _():
+        scratch.partial.at[cta.warpgroup - 1][...] = own
+        plgpu.barrier_arrive(scratch.partial_full)
+        plgpu.barrier_wait(scratch.partial_empty)
+
+    @pl.when(cta.warpgroup == 0)
+    def _():
+        plgpu.barrier_wait(scratch.partial_full)
+        total = own
+        for other in range(cta.sharers - 1):
+            total = total + mosaic.load(scratch.partial.at[other], layout=mosaic.WGMMA, optimized=False)
+        plgpu.barrier_arrive(scratch.partial_empty)
+        store([total])
 
 
 def accumulate(

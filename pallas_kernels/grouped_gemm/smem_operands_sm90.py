@@ -38,7 +38,8 @@ def main_loop(desc: GemmDesc, config: GemmConfig, consume: Callable[[CtaContext,
 
 def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     """Allocations by field of ``Scratch``."""
-    stages, consumers, copies = config.num_stages, config.num_consumers, copies_per_piece(desc, config)
+    stages, copies = config.num_stages, copies_per_piece(desc, config)
+    consumers = config.num_consumers // config.sharers  # that read a slot, and a tile's vectors
     pieces, shapes = num_pieces(desc, config), shared_arrays(desc, config)
     operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
@@ -58,6 +59,9 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     if vectors:
         types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
         types["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
+    if config.sharers > 1:
+        types["partial_full"] = plgpu.Barrier(num_arrivals=config.sharers - 1)
+        types["partial_empty"] = plgpu.Barrier()
     return types
 
 

@@ -4,6 +4,7 @@ tile.
 Outputs land in memory that held NaN before, so that a cell nobody wrote shows.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -252,6 +253,19 @@ def test_steps_of_four_blocks(kind, block_m, gated, block_n):
         width = 64 if block_m == 80 else block_n  # two stages of more do not fit
         config = GemmConfig(block_m, width, 2, group, num_sms=14, swap_ab=True, step_blocks=4)
         check(kind, [3, 200, 0, 145, 1, 64], config, k=k, n=704, padding=np.nan, **gated)
+
+
+@pytest.mark.parametrize(
+    ("block_m", "sharers", "stages", "step_blocks"),
+    [(8, 4, 8, 2), (24, 3, 3, 4), (48, 4, 4, 2), (64, 4, 4, 2), (64, 2, 6, 2), (96, 3, 6, 1), (96, 2, 4, 2)],
+)
+@pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "int8_row", "fp8_block"])
+def test_consumers_that_share_channels(kind, block_m, sharers, stages, step_blocks):
+    """One tile and several of a CTA, more steps than stages and fewer, columns off the tile."""
+    config = GemmConfig(block_m, 64, stages, swap_ab=True, step_blocks=step_blocks, sharers=sharers)
+    for num_sms, k in ((132, 3072), (5, 12288), (3, 1536)):
+        own = dataclasses.replace(config, num_sms=num_sms)
+        check(kind, [block_m - 3, 0, 5], own, k=k, n=720, bias="bfloat16", padding=np.nan)
 
 
 def test_bits_of_large_m_tiles_repeat():

@@ -59,7 +59,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HAS_INTERPRETER = hasattr(plgpu, "force_gpu_interpret_mode")
 ROW_OF = np.array([[3, 5], [-1, 2], [0, 9]], np.int32)
 SILU, FP8 = Activation("silu"), "float8_e4m3fn"
-FORM = ("block_n", "swap_ab", "cluster", "shares_weights")  # fields of GemmConfig
+FORM = ("block_n", "num_stages", "swap_ab", "cluster", "shares_weights", "sharers")  # fields of GemmConfig
 
 
 def combining() -> tuple[Any, Any]:
@@ -211,7 +211,7 @@ def multiplying(dtype: str, scales: tuple[Any, Any], block_m: int, given: dict[s
     x_scale, w_scale = (None if s is None else jnp.asarray(rng.uniform(0.5, 2, s), jnp.float32) for s in scales)
     form: dict[str, Any] = dict(block_n=128, inline_ptx=False)
     form |= {name: options.pop(name) for name in FORM if name in options}
-    config = GemmConfig(block_m, num_stages=2, num_sms=2, **form)
+    config = GemmConfig(block_m, **dict(dict(num_stages=2, num_sms=2), **form))
     found, expected = (
         grouped_gemm(
             x,
@@ -391,6 +391,7 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
 _NONE = (None, None)
 _LARGE = dict(swap_ab=True, n=256)
 _GATED_BLOCKS = dict(activation=SILU, requantize="group")
+_SHARING_CHANNELS = dict(swap_ab=True, block_n=64, sharers=2)
 _SHARING_WEIGHTS = dict(n=256, cluster=2, shares_weights=True)
 # dtype, shapes of the scales, rows of a tile, options of ``multiplying``
 PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
@@ -402,6 +403,12 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
         f"bf16 swapped, the same {n} rows": ("bfloat16", _NONE, 16, dict(swap_ab=True, unpermuted_rows=n))
         for n in (1, 5, 16)
     },
+    "bf16 swapped, two sharers": ("bfloat16", _NONE, 16, dict(k=512, **_SHARING_CHANNELS)),
+    "fp8 blocks swapped, three sharers": (
+        *(FP8, ((6, 64), (3, 1, 6)), 16),
+        dict(k=768, bias=np.random.default_rng(1).standard_normal((3, 128)), **_SHARING_CHANNELS)
+        | dict(sharers=3, num_stages=3),
+    ),
     "int8 rows swapped, the same 5 rows": ("int8", ((16,), (3, 128)), 16, dict(swap_ab=True, unpermuted_rows=5)),
     "int8 rows, the same 8 rows": ("int8", ((64,), (3, 128)), 64, dict(unpermuted_rows=8)),
     "fp8 blocks gated, the same 3 rows": (FP8, ((2, 64), (3, 2, 1, 2)), 64, dict(unpermuted_rows=3, **_GATED_BLOCKS)),

@@ -115,6 +115,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> C
         )
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
+    form += f", {config.sharers} sharers" * (config.sharers > 1)
     form += f", clusters of {config.cluster}" * (config.cluster > 1) + " sharing weights" * config.shares_weights
     name = f"grouped_gemm {name}, {config.block_m} x {desc.projections} x {config.block_n}{form}"
     return _case_of_operands(name, desc, config, shapes, instruction)
@@ -223,6 +224,16 @@ def tall_cases() -> Iterator[Case]:
             desc = _in_tiles(gemm(name), block_m)
             for config in candidates(desc, block_m, H200_SMS):
                 yield gemm_case(name, desc, config)
+
+
+def sharing_cases() -> Iterator[Case]:
+    """One matrix for all rows, whose K consumers share."""
+    for name in ("bf16", "int8 row", "fp8 block, bias"):
+        for block_m in (8, 64, 96):
+            desc = dataclasses.replace(gemm(name), rows=block_m, num_experts=1, k=3072)
+            for config in candidates(desc, block_m, H200_SMS):
+                if config.sharers > 1:
+                    yield gemm_case(name, desc, config)
 
 
 def swapped_block_cases() -> Iterator[Case]:
@@ -725,6 +736,7 @@ def all_cases() -> Iterator[Case]:
     yield from wgrad_cases()
     yield from tall_cases()
     yield from swapped_block_cases()
+    yield from sharing_cases()
     yield from cluster_cases()
     yield from narrow_cases()
     yield from packed_cases()
