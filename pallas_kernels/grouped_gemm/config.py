@@ -18,8 +18,7 @@ _ROOM = {1: 192, 2: 96, 3: 64, 4: 40}
 _ROOM_REASSIGNED = {1: 192, 2: 192, 3: 104, 4: 40}
 # (consumer, producer) registers a thread, by number of consumers. Asking for more together than all enter with never
 # returns. One consumer enters with up to 255 and keeps them; four have no large-M tiles.
-_REGISTERS = {1: None, 2: (240, 24), 3: (160, 32), 4: (112, 32)}
-_ROOM_OF_SHARERS = 64  # of four that share 64 channels
+_REGISTERS = {1: None, 2: (240, 24), 3: (160, 32), 4: None}
 
 SharedArray = tuple[tuple[int, ...], str]  # shape and dtype
 
@@ -44,8 +43,8 @@ class GemmConfig:
             of its rows for both (multicast).
         shares_weights: the CTAs of a cluster work on neighbouring row tiles instead, and share the weights where both
             tiles have one expert.
-        sharers: with swap_ab, consumers that multiply the same 64 channels. They take the K steps in turn, and the first
-            one adds up their sums. 1: each has channels of its own.
+        sharers: with swap_ab, consumers that multiply the same 64 channels. They take the K steps in turn, and the
+            first one adds up their sums. 1: each has channels of its own.
         inline_ptx: sigmoid and rounding in PTX; False for JAX's GPU interpreter, which cannot run it.
     """
 
@@ -316,8 +315,7 @@ def _swap_ab_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"block_m={config.block_m} is not one of {SWAP_AB_BLOCK_MS}, the heights with swap_ab"
     if config.block_n not in (64, 128, 192, 256):
         return f"block_n={config.block_n}: one to four warpgroups of 64 channels with swap_ab"
-    room = _ROOM_OF_SHARERS if config.sharers == 4 else _ROOM_REASSIGNED[config.num_consumers]
-    needed = accumulators(desc, config)
+    room, needed = _ROOM_REASSIGNED[config.num_consumers], accumulators(desc, config)
     if needed > room:
         with_consumers = f"room for {room} with {config.num_consumers} consumers"
         return f"block_m={config.block_m}: {needed} accumulators a thread, {with_consumers}"

@@ -547,13 +547,15 @@ def test_pages_gpu(width, is_e4m3, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("split", [(256, (), False), (128, (300,), True), (1024, (), True)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=150, has_sinks=True)], ids=["one", "three, sinks"])
-def test_latents_gpu(options):
+def test_latents_gpu(options, split):
     places = ((0, 712, 709), (5, 296, 293), (130, 637, 635), (200, 201, 200), (0, 0, 0))
     desc = decode_desc(576, 512, batch=len(places), num_heads=128, num_kv_heads=1, is_latent=True, **options)
     (q, k, _), named, sinks, _ = make(desc, places)
     expected = run(desc, (q, k, None), named, sinks, "reference", value_width=512).astype(np.float64)
-    config = DecodeConfig(64, 256, 64, 2, SMS, swap_ab=False)
+    size, doubles_at, joins_rest = split
+    config = DecodeConfig(64, size, 64, 2, SMS, False, doubles_at, joins_rest)
     found = run(desc, (q, k, None), named, sinks, "hopper", config, value_width=512)
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES["bfloat16"], 4.0), row_scale=scale)

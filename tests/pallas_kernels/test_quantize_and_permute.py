@@ -433,6 +433,9 @@ def check_named(rows, width, count, unnamed, quantization, flips=0.0):
 def test_gpu_wide_rows_in_parts(rows, width, parts, quantization):
     assert PermuteDesc(rows, width, 0, rows, "bfloat16", quantization, rows).parts == parts
     check_named(rows, width, rows, 3, quantization)
+    x, _ = make(rows, width, 1, rows)
+    run = jax.jit(lambda x: quantize_and_permute(x, quantization=quantization, implementation="hopper"))
+    check(x, np.arange(rows)[:, None], rows, quantization, run(jnp.asarray(x)), None)
 
 
 @pytest.mark.gpu
