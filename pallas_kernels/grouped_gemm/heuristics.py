@@ -177,7 +177,8 @@ def in_clusters(desc: GemmDesc, found: Iterable[GemmConfig]) -> list[GemmConfig]
 
 
 def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig | VectorConfig:
-    """The candidate that needs the fewest columns one after another: rounds of the machine times columns a tile.
+    """The candidate that needs the fewest columns one after another: rounds of the machine times columns a tile, of
+    which each sharer counts a part.
 
     Of near equals the first. Raises NotImplementedError with the reason where there is no candidate.
     """
@@ -191,7 +192,8 @@ def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig | Ve
         raise NotImplementedError(config_error(desc, smallest) or f"no configuration of {desc} fits {SMEM_BYTES} bytes")
 
     def depth(config: GemmConfig) -> float:
-        return rounds_of(expected_tiles(desc, block_m) * -(-desc.n // config.block_n), num_sms) * config.block_n
+        rounds = rounds_of(expected_tiles(desc, block_m) * -(-desc.n // config.block_n), num_sms)
+        return rounds * config.block_n / config.sharers
 
     return _in_step(desc, first_of_least(found, depth))
 
