@@ -15,7 +15,7 @@ E4M3_WIDTHS = (64, 128, 256)
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
 SM_BYTES = 228 * 1024  # shared memory of an SM
 RESERVED_BYTES = 1024  # of it for each CTA
-_BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
+_BARRIERS = 2048  # bytes, more than the barriers and the scratch of reductions take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,8 @@ class DecodeConfig:
         columns: of a tile, a multiple of 8; those of a key head take as many tiles as they need.
         split: slots of a work item; the sums of the splits are added in their order.
         doubles_at: a row that sees more slots than one of these has splits twice as long, for each of them.
+        cluster: CTAs of a cluster, 1 or 2; two take two tiles of a row, and each loads half of a step for both. With
+            swap_ab=False alone.
         joins_rest: slots behind the last whole split, if they are fewer than half of one, belong to it.
         block_kv: slots of one step, a divisor of split.
         num_stages: steps of keys and values in shared memory, as they are in the cache.
@@ -84,6 +86,7 @@ class DecodeConfig:
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = ()
     joins_rest: bool = False
+    cluster: int = 1
 
     @property
     def query_stages(self) -> int:
@@ -113,7 +116,7 @@ def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
         ((config.query_stages, columns, desc.width), desc.dtype),
         ((config.num_stages, block, both), stored),
         ((WIDE_STAGES if desc.is_e4m3 else 0, block, both), desc.dtype),
-        ((columns if config.swap_ab else 0, block), desc.dtype),
+        ((columns, block), desc.dtype),
     ]
     return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + _BARRIERS
 
@@ -141,6 +144,11 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     is_whole = desc.is_latent and desc.value_width % 128 == 0 and (config.columns, config.block_kv) == (64, 64)
     if not config.swap_ab and not is_whole:
         return "swap_ab=False: for latents in tiles of 64 queries and steps of 64 slots"
+    if config.cluster not in (1, 2):
+        return f"cluster={config.cluster}: 1 or 2 CTAs"
+    if config.cluster == 2 and (config.swap_ab or config.num_tiles(desc) % 2 or config.num_ctas % 2):
+        tiles = f"{config.num_tiles(desc)} tiles of a key head, num_ctas={config.num_ctas}"
+        return f"cluster=2, {tiles}, swap_ab={config.swap_ab}: even numbers, swap_ab=False"
     is_wide = config.block_kv * desc.width * config.columns > MAX_SCORES
     is_wide |= 2 * (desc.value_width + config.block_kv) * config.columns > MAX_REGISTERS * WARPGROUP
     if config.swap_ab and is_wide:
@@ -207,8 +215,10 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
         form = _latents_form(desc) if desc.is_latent else FEW
     if not form.swap_ab:
         rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at, form.joins_rest)
-        if config_error(desc, rows) is None:
-            return rows
+        pairs = dataclasses.replace(rows, cluster=2)
+        for config in (pairs, rows):
+            if config_error(desc, config) is None:
+                return config
         form = FEW
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES

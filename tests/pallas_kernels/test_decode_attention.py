@@ -284,9 +284,9 @@ def test_latents_in_threads(monkeypatch, options):
     queries = np.array(queries_in_columns(desc, config, jnp.asarray(q)))
 
     def scratch():
-        memory = dict(q=np.full((64, 192), np.nan, np.float32), k=np.full((2, 64, 192), np.nan, np.float32))
-        rings = dict(full=warpgroups.Barriers(3), empty=warpgroups.Barriers(3, num_arrivals=2))
-        return {name: warpgroups.Memory(array) for name, array in memory.items()} | rings
+        shapes = dict(q=(64, 192), k=(2, 64, 192), weights=(64, 64), shrink=(64,))
+        memory = {name: warpgroups.Memory(np.full(shape, np.nan, np.float32)) for name, shape in shapes.items()}
+        return memory | dict(full=warpgroups.Barriers(6), empty=warpgroups.Barriers(2, num_arrivals=2))
 
     refs = [warpgroups.Memory(array) for array in (queries, k, *named.values(), *outputs)]
     warpgroups.run(functools.partial(latents_sm90._kernel, desc, config, *refs), config.num_ctas, 3, scratch)
@@ -559,3 +559,7 @@ def test_latents_gpu(options, split):
     found = run(desc, (q, k, None), named, sinks, "hopper", config, value_width=512)
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES["bfloat16"], 4.0), row_scale=scale)
+    for num_ctas, cluster in ((6, 1), (SMS, 2), (6, 2)):  # several items of a CTA, and pairs of CTAs
+        other = dataclasses.replace(config, num_ctas=num_ctas, cluster=cluster)
+        again = run(desc, (q, k, None), named, sinks, "hopper", other, value_width=512)
+        np.testing.assert_array_equal(again, found)

@@ -29,7 +29,7 @@ from pallas_kernels.combine.config import CombineConfig, CombineDesc
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.decode_attention import DecodeConfig, DecodeDesc, decode_attention_ref
+from pallas_kernels.decode_attention import DecodeConfig, DecodeDesc, decode_attention_ref, latents_sm90
 from pallas_kernels.decode_attention import kernel_sm90 as decode_kernel
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
@@ -353,10 +353,15 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
             pools.append(jnp.zeros((desc.num_pages, *pages.shape[2:]), part.dtype).at[table].set(pages))
         stacked = (*stacked, jnp.asarray(table, jnp.int32))
     operands = pools if desc.num_pages else cached
-    found = decode_sm90(desc, config)(queries_in_columns(desc, config, q), *operands, *stacked, *rows)
+    # It has no words for an accumulator that goes on being used: with a first top above all scores nothing shrinks.
+    latents_sm90.clear_rows, latents_sm90.FLOOR, latents_sm90._shrink = decode_kernel._clear, 8.0, lambda *_: None
+    latents_sm90._loaded = lambda out: out[...]
+    kernel = decode_sm90 if config.swap_ab else latents_sm90.latents_sm90
+    found = kernel(desc, config)(queries_in_columns(desc, config, q), *operands, *stacked, *rows)
     tiles, splits, columns = config.num_tiles(desc), config.num_splits(desc), config.columns
     shape = (2, desc.num_kv_heads, tiles, splits)
     sums, tops, totals = (np.asarray(array, np.float64).reshape(*shape, *array.shape[1:]) for array in found)
+    sums = sums if config.swap_ab else sums.swapaxes(-1, -2)
     out = []
     for row in range(2):
         low = max(starts[row], 0 if desc.window is None else first_slots[row] - desc.window + 1)
@@ -376,6 +381,7 @@ def _widened(source: Any, target: Any) -> None:
     target[...] = source[...].astype(target.dtype)
 
 
+_LATENT: dict[str, Any] = dict(width=192, value_width=128, num_heads=12, num_kv_heads=1, scale=0.05, is_latent=True)
 _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "one query": ({}, DecodeConfig(8, 128, 64, 2, 3)),
     "window, three queries": (dict(window=40, num_queries=3, value_width=128), DecodeConfig(8, 128, 128, 1, 2)),
@@ -383,10 +389,12 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2)),
     "pages": (dict(num_slots=320, num_pages=11), DecodeConfig(8, 128, 128, 2, 2)),
     "e4m3, pages": (dict(num_slots=320, num_pages=11, is_e4m3=True), DecodeConfig(8, 128, 64, 2, 3)),
-    "latent": (
-        dict(width=192, value_width=128, num_heads=12, num_kv_heads=1, is_latent=True),
-        DecodeConfig(8, 128, 64, 2, 3),
+    "latent, queries are rows": (_LATENT, DecodeConfig(64, 128, 64, 2, 2, swap_ab=False)),
+    "latent, queries are rows, pairs": (
+        _LATENT | dict(num_heads=24, num_queries=4, window=100),
+        DecodeConfig(64, 128, 64, 2, 4, swap_ab=False, cluster=2),
     ),
+    "latent": (_LATENT, DecodeConfig(8, 128, 64, 2, 3)),
 }
 _NONE = (None, None)
 _LARGE = dict(swap_ab=True, n=256)
