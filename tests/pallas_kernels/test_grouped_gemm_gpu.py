@@ -263,8 +263,8 @@ def test_steps_of_four_blocks(kind, block_m, gated, block_n):
 def test_consumers_that_share_channels(kind, block_m, sharers, stages, step_blocks):
     """One tile and several of a CTA, more steps than stages and fewer, columns off the tile."""
     config = GemmConfig(block_m, 64, stages, swap_ab=True, step_blocks=step_blocks, sharers=sharers)
-    for num_sms, k in ((132, 3072), (5, 12288), (3, 1536)):
-        own = dataclasses.replace(config, num_sms=num_sms)
+    for num_sms, steps in ((132, 2), (5, 8), (3, 1)):
+        own, k = dataclasses.replace(config, num_sms=num_sms), 512 * sharers * steps
         check(kind, [block_m - 3, 0, 5], own, k=k, n=720, bias="bfloat16", padding=np.nan)
 
 

@@ -435,7 +435,7 @@ def test_gpu_wide_rows_in_parts(rows, width, parts, quantization):
     check_named(rows, width, rows, 3, quantization)
     x, _ = make(rows, width, 1, rows)
     run = jax.jit(lambda x: quantize_and_permute(x, quantization=quantization, implementation="hopper"))
-    check(x, np.arange(rows)[:, None], rows, quantization, run(jnp.asarray(x)), None)
+    check(x, np.arange(rows)[:, None], rows, quantization, run(jnp.asarray(x)), None, flips=1e-3)
 
 
 @pytest.mark.gpu
