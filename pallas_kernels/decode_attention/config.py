@@ -69,8 +69,6 @@ class DecodeConfig:
         columns: of a tile, a multiple of 8; those of a key head take as many tiles as they need.
         split: slots of a work item; the sums of the splits are added in their order.
         doubles_at: a row that sees more slots than one of these has splits twice as long, for each of them.
-        cluster: CTAs of a cluster, 1 or 2; two take two tiles of a row, and each loads half of a step for both. With
-            swap_ab=False alone.
         joins_rest: slots behind the last whole split, if they are fewer than half of one, belong to it.
         block_kv: slots of one step, a divisor of split.
         num_stages: steps of keys and values in shared memory, as they are in the cache.
@@ -86,7 +84,6 @@ class DecodeConfig:
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = ()
     joins_rest: bool = False
-    cluster: int = 1
 
     @property
     def query_stages(self) -> int:
@@ -144,11 +141,6 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     is_whole = desc.is_latent and desc.value_width % 128 == 0 and (config.columns, config.block_kv) == (64, 64)
     if not config.swap_ab and not is_whole:
         return "swap_ab=False: for latents in tiles of 64 queries and steps of 64 slots"
-    if config.cluster not in (1, 2):
-        return f"cluster={config.cluster}: 1 or 2 CTAs"
-    if config.cluster == 2 and (config.swap_ab or config.num_tiles(desc) % 2 or config.num_ctas % 2):
-        tiles = f"{config.num_tiles(desc)} tiles of a key head, num_ctas={config.num_ctas}"
-        return f"cluster=2, {tiles}, swap_ab={config.swap_ab}: even numbers, swap_ab=False"
     is_wide = config.block_kv * desc.width * config.columns > MAX_SCORES
     is_wide |= 2 * (desc.value_width + config.block_kv) * config.columns > MAX_REGISTERS * WARPGROUP
     if config.swap_ab and is_wide:
@@ -199,9 +191,9 @@ class DecodeForm:
 # No row's bits depend on its batch but for MLA's latents, whose forms follow from the number of rows.
 FEW = DecodeForm()  # of keys with values of their own, and of latents of few rows
 # Of latents of MANY_ROWS rows and more: 64 heads fill the rows of a product. Longer splits leave fewer sums to add up,
-# where rounds of tiles of 64 heads over the 132 SMs of a Hopper GPU are nearly full.
-MANY_LATENTS = DecodeForm(swap_ab=False, joins_rest=True)
-FULL_LATENTS = DecodeForm(split=1024, swap_ab=False, doubles_at=(), joins_rest=True)
+# where rounds of tiles of 64 heads over the 132 SMs of a Hopper GPU are nearly full, and in long rows.
+MANY_LATENTS = DecodeForm(swap_ab=False, doubles_at=(2048, 4096, 16384), joins_rest=True)
+FULL_LATENTS = DecodeForm(split=1024, swap_ab=False, doubles_at=(4096, 16384), joins_rest=True)
 MANY_ROWS = 16
 ONE_ROUND, TWO_ROUNDS = range(128, 133), 256  # tiles
 
@@ -215,10 +207,8 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
         form = _latents_form(desc) if desc.is_latent else FEW
     if not form.swap_ab:
         rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at, form.joins_rest)
-        pairs = dataclasses.replace(rows, cluster=2)
-        for config in (pairs, rows):
-            if config_error(desc, config) is None:
-                return config
+        if config_error(desc, rows) is None:
+            return rows
         form = FEW
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES

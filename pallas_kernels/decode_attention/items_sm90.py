@@ -63,34 +63,22 @@ def splits_of(desc: DecodeDesc, config: DecodeConfig, first: Any, end: Any) -> t
 
 
 class Items:
-    """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other.
-
-    The CTAs of a cluster, of which ``cta`` counts one, take tiles of the same row beside each other, by their ``rank``.
-    """
+    """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other."""
 
     def __init__(
-        self,
-        desc: DecodeDesc,
-        config: DecodeConfig,
-        cta: Scalar,
-        starts: Ref,
-        lengths: Ref,
-        first_slots: Ref,
-        rank: Scalar | int = 0,
+        self, desc: DecodeDesc, config: DecodeConfig, cta: Scalar, starts: Ref, lengths: Ref, first_slots: Ref
     ):
-        self._desc, self._config, self._cta, self._rank = desc, config, cta, rank
+        self._desc, self._config, self._cta = desc, config, cta
         self._starts, self._lengths, self._first_slots = starts, lengths, first_slots
-        self._tiles, self._clusters = (
-            jnp.int32(n // config.cluster) for n in (config.all_tiles(desc), config.num_ctas)
-        )
-        total = self._tiles * _used_splits(desc, config, starts, lengths, first_slots)
-        self._count = lax.div(total - cta + (self._clusters - 1), self._clusters)
+        tiles = config.all_tiles(desc)
+        total = tiles * _used_splits(desc, config, starts, lengths, first_slots)
+        self._count = lax.div(total - cta + (config.num_ctas - 1), jnp.int32(config.num_ctas))
 
     def _item(self, t: Scalar) -> Item:
         desc, config = self._desc, self._config
-        splits, block_kv = config.num_splits(desc), config.block_kv
-        index = self._cta + t * self._clusters
-        split, tile = lax.div(index, self._tiles), lax.rem(index, self._tiles) * config.cluster + self._rank
+        tiles, splits, block_kv = config.all_tiles(desc), config.num_splits(desc), config.block_kv
+        index = self._cta + t * config.num_ctas
+        split, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
         own = jnp.int32(config.num_tiles(desc))
         pair, column = lax.div(tile, own), pl.multiple_of(lax.rem(tile, own) * config.columns, config.columns)
         row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))

@@ -1,26 +1,25 @@
-"""Decode attention over MLA's latents on Hopper: a producer warpgroup and two consumers in each persistent CTA.
+"""Decode attention over MLA's latents on Hopper: four warpgroups in each persistent CTA.
 
 A work item is one split of the cache of 64 queries of a row: 64 query heads all see one key head, so they fill the rows
 of wgmma. Keys have 576 elements, values are their first 512. 64 x 512 sums are more than the registers of one
-warpgroup hold, so each consumer has half of their columns. The first one makes the scores and their softmax, and hands
-the weights over in shared memory; the products of the second run beside its scores.
+warpgroup hold, so two have half of their columns each. A third one makes the scores and their softmax, and hands the
+weights over in shared memory: it is at the next step while those two multiply.
 
-    producer          for each item: queries, then for each step of 64 slots: latents
-    first consumer    for each item, for each step
-                          S = Q K^T, masked
-                          m = max(m, S), shrink = exp2(m before - m), P = exp2(S - m), l = l shrink + sum(P)
-                          P, shrink -> shared memory
-                          O = O shrink + P K[:, first half]
-    second consumer       O = O shrink + P K[:, second half]
-                      after the last step: O, m, l -> partial sums of the item, which a second launch adds
+    producer     for each item: queries, then for each step of 64 slots: latents
+    scorer       for each item, for each step
+                     S = Q K^T, masked
+                     m = max(m, S), shrink = exp2(m before - m), P = exp2(S - m), l = l shrink + sum(P)
+                     P, shrink -> shared memory
+                 after the last step: m, l
+    consumers    for each item, for each step
+                     O = O shrink + P K[:, own half]
+                 after the last step: O -> partial sums of the item, which a second launch adds
 
-Where the queries of a row are an even number of tiles, the two CTAs of a cluster take two of them: each loads half of
-a step's latents for both. Slots outside of those in use may hold anything: scores are masked, and values are
-overwritten by zeros.
+Slots outside of those in use may hold anything: scores are masked, and values are overwritten by zeros.
 """
 
 import functools
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +34,10 @@ from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 
-REGISTERS = 240, 24  # of a thread: consumer, producer
-PAIR = "pair"  # axis over the CTAs of a cluster
-Q_FULL, Q_EMPTY, WEIGHTS_FULL, WEIGHTS_EMPTY = range(4)  # barriers behind those of the stages
+SCORER, PRODUCER = 2, 3  # warpgroups behind the two consumers
+REGISTERS = 176, 120, 32  # of a thread: consumer, scorer, producer; all enter with 128
+Q_FULL, Q_EMPTY, WEIGHTS_FULL = range(3)  # barriers behind those of full stages
+WEIGHTS_EMPTY = 0  # behind those of empty stages
 
 
 def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
@@ -51,27 +51,21 @@ def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     tiled = mosaic.tiled(dtype, 128)
     items = config.all_tiles(desc) * config.num_splits(desc)
     stats = jax.ShapeDtypeStruct((items, queries), jnp.float32)
-    if config.cluster > 1:
-        clusters: dict[str, Any] = dict(cluster=(config.cluster,), cluster_names=(PAIR,))
-        empty: Any = plgpu.ClusterBarrier(collective_axes=(PAIR,), num_arrivals=2, num_barriers=stages)
-    else:
-        clusters, empty = {}, plgpu.Barrier(num_arrivals=2, num_barriers=stages)
     return plgpu.kernel(
         functools.partial(_kernel, desc, config),
         out_type=(jax.ShapeDtypeStruct((items, queries, desc.value_width), jnp.float32), stats, stats),
-        grid=(config.num_ctas // config.cluster,),
+        grid=(config.num_ctas,),
         grid_names=("block",),
-        **clusters,
-        num_threads=3,
+        num_threads=4,
         thread_name="warpgroup",
         scratch_types=dict(
             q=plgpu.SMEM((queries, desc.width), dtype, transforms=tiled),
             k=plgpu.SMEM((stages, config.block_kv, desc.width), dtype, transforms=tiled),
             weights=plgpu.SMEM((queries, config.block_kv), dtype, transforms=tiled),
             shrink=plgpu.SMEM((queries,), jnp.float32),
-            # One array, since each takes registers of its own: that a stage is full, then Q_FULL to WEIGHTS_EMPTY.
-            full=plgpu.Barrier(num_barriers=stages + 4),
-            empty=empty,
+            # Few arrays, since each takes registers of its own.
+            full=plgpu.Barrier(num_barriers=stages + 3),
+            empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages + 1),
         ),
         compiler_params=mosaic.compiler_params(reduction_scratch_bytes=512),  # rows are reduced by shuffles alone
         kernel_name="decode_attention_of_latents",
@@ -82,32 +76,30 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     mosaic.begin()
     q, k, starts, lengths, first_slots, *outputs = refs
     warpgroup = lax.axis_index("warpgroup")
-    rank = lax.axis_index(PAIR) if config.cluster > 1 else jnp.int32(0)
-    work = Items(desc, config, lax.axis_index("block"), starts, lengths, first_slots, rank)
+    work = Items(desc, config, lax.axis_index("block"), starts, lengths, first_slots)
 
-    @pl.when(warpgroup == 2)
+    @pl.when(warpgroup == PRODUCER)
     def _():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[2], action="decrease")
         _produce(config, work, q, k, scratch)
 
-    @pl.when(warpgroup == 0)
+    @pl.when(warpgroup == SCORER)
     def _():
-        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
         _, steps = work.for_each(functools.partial(_score, desc, config, scratch, outputs))
 
         @pl.when(steps >= 1)
         def _():
-            plgpu.barrier_wait(scratch["full"].at[config.num_stages + WEIGHTS_EMPTY])
+            plgpu.barrier_wait(scratch["empty"].at[config.num_stages + WEIGHTS_EMPTY])
 
-    @pl.when(warpgroup == 1)
+    @pl.when(warpgroup < SCORER)
     def _():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        work.for_each(functools.partial(_follow, desc, config, scratch, outputs))
+        work.for_each(functools.partial(_consume, desc, config, warpgroup, scratch, outputs))
 
 
 def _produce(config: DecodeConfig, work: Items, q: TileRef, k: TileRef, scratch: dict[str, TileRef]) -> None:
     stages, block_kv = config.num_stages, config.block_kv
-    to_all: dict[str, Any] = dict(collective_axes=PAIR) if config.cluster > 1 else {}
 
     def load(item: Item, items: Scalar, steps: Scalar) -> None:
         @pl.when(items >= 1)
@@ -126,7 +118,7 @@ def _produce(config: DecodeConfig, work: Items, q: TileRef, k: TileRef, scratch:
 
             slots = pl.ds(pl.multiple_of((item.first_step + i) * block_kv, block_kv), block_kv)
             latents = k.at[item.row, item.head, slots]
-            plgpu.copy_gmem_to_smem(latents, scratch["k"].at[stage], scratch["full"].at[stage], **to_all)
+            plgpu.copy_gmem_to_smem(latents, scratch["k"].at[stage], scratch["full"].at[stage])
             return 0
 
         lax.fori_loop(0, item.num_steps, one_step, 0)
@@ -154,91 +146,91 @@ def _score(
     items: Scalar,
     steps: Scalar,
 ) -> None:
-    """One item of the first consumer: scores, weights, and the first half of the columns of the values."""
+    """One item of the scorer."""
     del items
-    shape, width = (config.columns, config.block_kv), desc.value_width // 2
+    shape, stages = (config.columns, config.block_kv), config.num_stages
     factor = jnp.float32(desc.scale * LOG2_E)
     begin, end = seen(desc, item.start, item.length, item.slot)
-    plgpu.barrier_wait(scratch["full"].at[config.num_stages + Q_FULL])
+    plgpu.barrier_wait(scratch["full"].at[stages + Q_FULL])
 
-    def attend(out: TileRef) -> tuple[Value, Value, Value]:
-        def one_step(i, carry):
-            top, total = carry
-            stage, first = lax.rem(steps + i, jnp.int32(config.num_stages)), (item.first_step + i) * config.block_kv
-            latents = scratch["k"].at[stage]
-            plgpu.barrier_wait(scratch["full"].at[stage])
+    def one_step(i, carry):
+        top, total = carry
+        stage, first = lax.rem(steps + i, jnp.int32(stages)), (item.first_step + i) * config.block_kv
+        latents = scratch["k"].at[stage]
+        plgpu.barrier_wait(scratch["full"].at[stage])
 
-            def product(scores):
-                plgpu.wgmma(scores, scratch["q"], latents.transpose((1, 0)))
-                return scores[...]
+        def product(scores):
+            plgpu.wgmma(scores, scratch["q"], latents.transpose((1, 0)))
+            return scores[...]
 
-            scores = pl.run_scoped(product, mosaic.Accumulator(shape, jnp.float32))
-            scores = _masked(desc, item, first, begin, end, scores)
-            new_top = lax.max(top, jnp.max(scores, axis=1) * factor)
-            weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, shape, [0]))
-            shrink = jnp.exp2(top - new_top)
+        scores = pl.run_scoped(product, mosaic.Accumulator(shape, jnp.float32))
+        scores = _masked(desc, item, first, begin, end, scores)
+        new_top = lax.max(top, jnp.max(scores, axis=1) * factor)
+        weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, shape, [0]))
+        shrink = jnp.exp2(top - new_top)
 
-            @pl.when((first < begin) | (first + config.block_kv > end))
-            def _():
-                clear_rows(latents, begin - first, end - first)
+        @pl.when((first < begin) | (first + config.block_kv > end))
+        def _():
+            clear_rows(latents, begin - first, end - first)
 
-            @pl.when(steps + i >= 1)
-            def _():
-                plgpu.barrier_wait(scratch["full"].at[config.num_stages + WEIGHTS_EMPTY])
+        @pl.when(steps + i >= 1)
+        def _():
+            plgpu.barrier_wait(scratch["empty"].at[stages + WEIGHTS_EMPTY])
 
-            scratch["weights"][...] = weights.astype(desc.dtype)
-            scratch["shrink"][...] = shrink
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(scratch["full"].at[config.num_stages + WEIGHTS_FULL])
-            total = total * shrink + jnp.sum(weights, axis=1)
-            _shrink(out, shrink)
-            plgpu.wgmma(out, scratch["weights"], latents.at[:, pl.ds(0, width)])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["empty"].at[stage])
-            return new_top, total
+        scratch["weights"][...] = weights.astype(desc.dtype)
+        scratch["shrink"][...] = shrink
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["full"].at[stages + WEIGHTS_FULL])
+        return new_top, total * shrink + jnp.sum(weights, axis=1)
 
-        top = plgpu.layout_cast(jnp.full((config.columns,), FLOOR, jnp.float32), mosaic.ROWS)
-        total = plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), mosaic.ROWS)
-        top, total = lax.fori_loop(0, item.num_steps, one_step, (top, total))
-        return _loaded(out), top, total
-
-    sums, top, total = pl.run_scoped(attend, mosaic.Accumulator((config.columns, width), jnp.float32))
-    plgpu.barrier_arrive(scratch["full"].at[config.num_stages + Q_EMPTY])
-    _store(outputs[0].at[item.index], sums, 0)
+    top = plgpu.layout_cast(jnp.full((config.columns,), FLOOR, jnp.float32), mosaic.ROWS)
+    total = plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), mosaic.ROWS)
+    top, total = lax.fori_loop(0, item.num_steps, one_step, (top, total))
+    plgpu.barrier_arrive(scratch["full"].at[stages + Q_EMPTY])
     outputs[1].at[item.index][...] = top
     outputs[2].at[item.index][...] = total
 
 
-def _follow(
+def _consume(
     desc: DecodeDesc,
     config: DecodeConfig,
+    half: Scalar,
     scratch: dict[str, TileRef],
     outputs: list[TileRef],
     item: Item,
     items: Scalar,
     steps: Scalar,
 ) -> None:
-    """One item of the second consumer: the second half of the columns, with the weights of the first one."""
+    """One item of a consumer, which has half of the columns of the values."""
     del items
-    width = desc.value_width // 2
+    width, stages = desc.value_width // 2, config.num_stages
+    # With 512 threads ptxas has 128 registers for an instruction: those of 256 columns take more.
+    size = width if width <= 128 else 64 * math.gcd(width // 64, 2)
+    columns = [pl.multiple_of(half * width + start, size) for start in range(0, width, size)]
 
-    def attend(out: TileRef) -> Value:
+    def attend(*outs: TileRef) -> list[Value]:
         def one_step(i, _):
-            stage = lax.rem(steps + i, jnp.int32(config.num_stages))
+            stage = lax.rem(steps + i, jnp.int32(stages))
             plgpu.barrier_wait(scratch["full"].at[stage])
-            plgpu.barrier_wait(scratch["full"].at[config.num_stages + WEIGHTS_FULL])
-            _shrink(out, mosaic.load(scratch["shrink"], layout=mosaic.ROWS, optimized=False))
-            plgpu.wgmma(out, scratch["weights"], scratch["k"].at[stage, :, pl.ds(width, width)])
+            plgpu.barrier_wait(scratch["full"].at[stages + WEIGHTS_FULL])
+            shrink = mosaic.load(scratch["shrink"], layout=mosaic.ROWS, optimized=False)
+            for out in outs:
+                _shrink(out, shrink)
+            for out, column in zip(outs, columns, strict=True):
+                plgpu.wgmma(out, scratch["weights"], scratch["k"].at[stage, :, pl.ds(column, size)])
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(scratch["full"].at[config.num_stages + WEIGHTS_EMPTY])
+            plgpu.barrier_arrive(scratch["empty"].at[stages + WEIGHTS_EMPTY])
             plgpu.barrier_arrive(scratch["empty"].at[stage])
             return 0
 
         lax.fori_loop(0, item.num_steps, one_step, 0)
-        return _loaded(out)
+        return [_loaded(out) for out in outs]
 
-    sums = pl.run_scoped(attend, mosaic.Accumulator((config.columns, width), jnp.float32))
-    _store(outputs[0].at[item.index], sums, width)
+    parts = pl.run_scoped(attend, *[mosaic.Accumulator((config.columns, size), jnp.float32)] * len(columns))
+    for part, first in zip(parts, columns, strict=True):
+        for start in range(0, size, 64):  # few addresses at once
+            place = pl.ds(pl.multiple_of(first + start, 64), 64)
+            outputs[0].at[item.index, :, place][...] = part[:, start : start + 64]
 
 
 def _loaded(out: TileRef) -> Value:
@@ -246,15 +238,10 @@ def _loaded(out: TileRef) -> Value:
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(out, wait_n=0))
 
 
-def _shrink(out: TileRef, shrink: Value) -> None:
+def _shrink(out: TileRef, factor: Value) -> None:
     """Multiply each row of an accumulator."""
     sums = _loaded(out)
-    out[...] = sums * lax.broadcast_in_dim(shrink, sums.shape, [0])
-
-
-def _store(target: TileRef, sums: Value, first_column: int) -> None:
-    for column in range(0, sums.shape[1], 64):  # few addresses at once
-        target.at[:, pl.ds(first_column + column, 64)][...] = sums[:, column : column + 64]
+    out[...] = sums * lax.broadcast_in_dim(factor, sums.shape, [0])
 
 
 def _masked(desc: DecodeDesc, item: Item, first: Scalar, begin: Scalar, end: Scalar, scores: Value) -> Value:

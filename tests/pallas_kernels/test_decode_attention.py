@@ -249,8 +249,12 @@ def test_forms_of_latents():
         desc = decode_desc(576, 512, num_heads=heads, num_kv_heads=1, num_slots=8192, is_latent=True)
         chosen = {batch: choose_config(dataclasses.replace(desc, batch=batch), SMS) for batch in (1, 15, *few, *many)}
         assert chosen[1].swap_ab and chosen[15].swap_ab
-        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in few] == [(256, (2048, 12288))] * len(few)
-        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in many] == [(1024, ())] * len(many)
+        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in few] == [(256, (2048, 4096, 16384))] * len(
+            few
+        )
+        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in many] == [(1024, (4096, 16384))] * len(
+            many
+        )
         assert not any(chosen[batch].swap_ab for batch in (*few, *many))
 
 
@@ -286,10 +290,10 @@ def test_latents_in_threads(monkeypatch, options):
     def scratch():
         shapes = dict(q=(64, 192), k=(2, 64, 192), weights=(64, 64), shrink=(64,))
         memory = {name: warpgroups.Memory(np.full(shape, np.nan, np.float32)) for name, shape in shapes.items()}
-        return memory | dict(full=warpgroups.Barriers(6), empty=warpgroups.Barriers(2, num_arrivals=2))
+        return memory | dict(full=warpgroups.Barriers(5), empty=warpgroups.Barriers(3, num_arrivals=2))
 
     refs = [warpgroups.Memory(array) for array in (queries, k, *named.values(), *outputs)]
-    warpgroups.run(functools.partial(latents_sm90._kernel, desc, config, *refs), config.num_ctas, 3, scratch)
+    warpgroups.run(functools.partial(latents_sm90._kernel, desc, config, *refs), config.num_ctas, 4, scratch)
     monkeypatch.undo()
     expected = run(desc, (q, k, k[..., :128]), named, None, "reference")
     by_tile = [
@@ -559,7 +563,6 @@ def test_latents_gpu(options, split):
     found = run(desc, (q, k, None), named, sinks, "hopper", config, value_width=512)
     scale = np.maximum(np.abs(expected).max(-1), 0.05 * (np.abs(expected).max(-1) > 0))
     assert_rows_close(found, expected, Tolerance(DTYPES["bfloat16"], 4.0), row_scale=scale)
-    for num_ctas, cluster in ((6, 1), (SMS, 2), (6, 2)):  # several items of a CTA, and pairs of CTAs
-        other = dataclasses.replace(config, num_ctas=num_ctas, cluster=cluster)
-        again = run(desc, (q, k, None), named, sinks, "hopper", other, value_width=512)
-        np.testing.assert_array_equal(again, found)
+    few = dataclasses.replace(config, num_ctas=6)  # with several items each
+    again = run(desc, (q, k, None), named, sinks, "hopper", few, value_width=512)
+    np.testing.assert_array_equal(again, found)

@@ -354,8 +354,8 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
         stacked = (*stacked, jnp.asarray(table, jnp.int32))
     operands = pools if desc.num_pages else cached
     # It has no words for an accumulator that goes on being used: with a first top above all scores nothing shrinks.
-    latents_sm90.clear_rows, latents_sm90.FLOOR, latents_sm90._shrink = decode_kernel._clear, 8.0, lambda *_: None
-    latents_sm90._loaded = lambda out: out[...]
+    latents_sm90.clear_rows, latents_sm90.FLOOR = decode_kernel._clear, 8.0
+    latents_sm90._shrink, latents_sm90._loaded = lambda *_: None, lambda out: out[...]
     kernel = decode_sm90 if config.swap_ab else latents_sm90.latents_sm90
     found = kernel(desc, config)(queries_in_columns(desc, config, q), *operands, *stacked, *rows)
     tiles, splits, columns = config.num_tiles(desc), config.num_splits(desc), config.columns
@@ -390,9 +390,9 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "pages": (dict(num_slots=320, num_pages=11), DecodeConfig(8, 128, 128, 2, 2)),
     "e4m3, pages": (dict(num_slots=320, num_pages=11, is_e4m3=True), DecodeConfig(8, 128, 64, 2, 3)),
     "latent, queries are rows": (_LATENT, DecodeConfig(64, 128, 64, 2, 2, swap_ab=False)),
-    "latent, queries are rows, pairs": (
+    "latent, queries are rows, window, four queries": (
         _LATENT | dict(num_heads=24, num_queries=4, window=100),
-        DecodeConfig(64, 128, 64, 2, 4, swap_ab=False, cluster=2),
+        DecodeConfig(64, 128, 64, 2, 3, swap_ab=False),
     ),
     "latent": (_LATENT, DecodeConfig(8, 128, 64, 2, 3)),
 }

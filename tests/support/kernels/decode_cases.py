@@ -123,5 +123,4 @@ def decode_cases() -> Iterator[Case]:
         rows = DecodeConfig(64, 256, 64, 2, SMS, swap_ab=False)
         if name not in ("sinks", "many slots"):  # the last spills 112 bytes, outside the loop over steps
             yield decode_case(f"latent, {name}, queries are rows", desc, rows)
-            yield decode_case(f"latent, {name}, queries are rows, pairs", desc, dataclasses.replace(rows, cluster=2))
         yield combine_case(f"latent, {name}, queries are rows", desc, rows)
