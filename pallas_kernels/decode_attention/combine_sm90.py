@@ -1,13 +1,14 @@
 """Partial sums of the splits of a row to its output, added in the order of the splits.
 
 Each CTA is a warpgroup and makes elements of the output in the order in which the sums lie, so that a warp reads them
-side by side: a thread one, or four neighbouring values where the values of a query lie side by side. A thread first
+side by side: a thread one, or eight neighbouring values where the values of a query lie side by side. A thread first
 walks the largest scores of its row's splits, then adds their sums, UNROLL splits at a time so that as many loads are
 under way, and UNROLL_MANY of rows in long caches. The sums of the first UNROLL are asked for before the largest score
 is known.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
 
 def elements_a_thread(config: DecodeConfig) -> int:
     """Values of one query."""
-    return 1 if config.swap_ab else 4
+    return 1 if config.swap_ab else 8
 
 
 def num_combining_ctas(desc: DecodeDesc, config: DecodeConfig) -> int:
@@ -98,11 +99,17 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     def scores(offset: Any, number: int) -> list[Value]:
         return [simt.load_float(tops, index, mask, FLOOR) for index, mask in indices(offset, number)]
 
+    def sums_of(index: Value, mask: Value) -> tuple[Value, ...]:
+        """A thread's elements of one split, up to four in a load."""
+        at_once = min(count, 4)
+        loads = [simt.load_floats(sums, index + start, mask, at_once) for start in range(0, count, at_once)]
+        return tuple(itertools.chain(*loads))
+
     def parts(offset: Any, number: int) -> list[tuple[Value, tuple[Value, ...]]]:
         """Weights and sums."""
         found = indices(offset, number)
         weights = [simt.load_float(totals, index, mask, 0.0) for index, mask in found]
-        values = [simt.load_floats(sums, at(index), mask, count) for index, mask in found]
+        values = [sums_of(at(index), mask) for index, mask in found]
         return list(zip(weights, values, strict=True))
 
     def over_the_others(body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
@@ -146,6 +153,5 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     if count == 1:
         simt.store_bits(out, index, bits[0], is_used, 2)
     else:
-        simt.store_words(
-            out, index, [low | (high << 16) for low, high in zip(bits[::2], bits[1::2], strict=True)], is_used
-        )
+        words = [low | (high << 16) for low, high in zip(bits[::2], bits[1::2], strict=True)]
+        simt.store_words(out, index, words, is_used)

@@ -244,17 +244,15 @@ def test_choice_fits():
 
 def test_forms_of_latents():
     """By rows, and by tiles of 64 heads: DeepSeek-V3's 128 heads, Kimi-K2's 64, and a device's share of 16."""
+    of_few, of_many = (256, (2048, 4096, 16384)), (1024, (4096, 16384))
     sizes = ((128, (16, 63, 67, 127), (64, 66, 128, 300)), (64, (16, 127, 133), (128, 132, 256)), (16, (), ()))
     for heads, few, many in sizes:
         desc = decode_desc(576, 512, num_heads=heads, num_kv_heads=1, num_slots=8192, is_latent=True)
         chosen = {batch: choose_config(dataclasses.replace(desc, batch=batch), SMS) for batch in (1, 15, *few, *many)}
         assert chosen[1].swap_ab and chosen[15].swap_ab
-        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in few] == [(256, (2048, 4096, 16384))] * len(
-            few
-        )
-        assert [(chosen[batch].split, chosen[batch].doubles_at) for batch in many] == [(1024, (4096, 16384))] * len(
-            many
-        )
+        for batches, form in ((few, of_few), (many, of_many)):
+            assert all((chosen[batch].split, chosen[batch].doubles_at) == form for batch in batches)
+            assert all(chosen[batch].joins_rest for batch in batches)
         assert not any(chosen[batch].swap_ab for batch in (*few, *many))
 
 
