@@ -52,21 +52,34 @@ def split(found: list[Kernel]) -> list[list[Kernel]]:
     return parts
 
 
-def by_name(found: list[Kernel], calls: int) -> list[tuple[str, float, float, float]]:
-    """(name, microseconds, microseconds alone, launches) of a call, the longest alone first.
+def alone(found: list[Kernel]) -> Iterator[tuple[str, Kernel, float]]:
+    """(name, kernel, microseconds) of each, by start.
 
-    A kernel that is let in while the one before it runs waits for it, which counts as its time. "alone" is what it
-    takes from the end of all kernels before it. Numbers that XLA puts behind names are left out.
+    A kernel that is let in while the one before it runs waits for it, which counts as its duration. The microseconds
+    are those from the end of all kernels before it. Numbers that XLA puts behind names are left out.
     """
-    sums: dict[str, list[float]] = {}
     last = -float("inf")
     for kernel in sorted(found):
-        entry = sums.setdefault(re.sub(r"(_\d+)+$", "", kernel.name), [0.0, 0.0, 0.0])
         end = kernel.start + kernel.duration
-        for i, more in enumerate((kernel.duration, max(0.0, end - max(kernel.start, last)), 1)):
-            entry[i] += more / calls
+        yield re.sub(r"(_mosaic_gpu_kernel)?(_\d+)*$", "", kernel.name), kernel, max(0.0, end - max(kernel.start, last))
         last = max(last, end)
+
+
+def by_name(found: list[Kernel], calls: int) -> list[tuple[str, float, float, float]]:
+    """(name, microseconds, microseconds alone, launches) of a call, the longest alone first."""
+    sums: dict[str, tuple[float, float, float]] = {}
+    for name, kernel, own in alone(found):
+        duration, before, launches = sums.get(name, (0.0, 0.0, 0.0))
+        sums[name] = duration + kernel.duration / calls, before + own / calls, launches + 1 / calls
     return sorted(((name, *entry) for name, entry in sums.items()), key=lambda row: -row[2])
+
+
+def medians_alone(found: list[Kernel], calls: int) -> dict[str, float]:
+    """By name: the median of microseconds alone, times the launches in each of ``calls`` like calls."""
+    each: dict[str, list[float]] = {}
+    for name, _, own in alone(found):
+        each.setdefault(name, []).append(own)
+    return {name: float(np.median(own)) * len(own) / calls for name, own in each.items()}
 
 
 def per_call(part: list[Kernel], calls: int) -> dict[str, Any]:

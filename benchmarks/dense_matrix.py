@@ -1,15 +1,18 @@
 """Quantized matrices outside the experts on a Hopper GPU: are they right, how fast beside bfloat16 in XLA. 3 minutes.
 
-    python benchmarks/dense_matrix.py --out FILE [--schemes fp8_block ...] [--tokens 1 64 2048]
+    python benchmarks/dense_matrix.py --out FILE [--schemes fp8_block ...] [--tokens 1 64 2048] [--tiles]
 
 For each scheme, matrix and number of tokens one line of JSON: the largest error beside the float32 reference relative
 to its largest entry, microseconds of the kernels and of XLA's form of the same product, of a bfloat16 product by XLA,
-and of reading the stored bytes at the machine's rate.
+and of reading the stored bytes at the machine's rate. ``--tiles`` times the product alone instead, with FP8 blocks in
+each candidate for a tile of all tokens, by JAX's profiler, over matrices that are together larger than an L2.
 """
 
 import argparse
 import functools
+import itertools
 import json
+import math
 import os
 from typing import Any
 
@@ -17,10 +20,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _timing import READ_GBPS, header, time_in_jit
+from _trace import NO_COMMAND_BUFFERS, medians_alone, traced
 from _workers import say
 
 from moe_jax.experts._matrix import in_best_matrix_layout, multiply
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for, scheme_per_token
+from pallas_kernels.grouped_gemm import grouped_gemm
+from pallas_kernels.grouped_gemm.heuristics import candidates, describe
+from pallas_kernels.grouped_gemm.problem import GemmDesc
 
 # (N, K): of Qwen3-30B-A3B q, k or v, o; of DeepSeek-V3 kv_a, q_b, o; of a shared expert.
 SHAPES = ((4096, 2048), (512, 2048), (2048, 4096), (576, 7168), (24576, 1536), (7168, 16384), (2048, 7168))
@@ -58,14 +65,45 @@ def measured(name: str, shape: tuple[int, int], num_tokens: int) -> dict[str, An
     )
 
 
+def of_tiles(shape: tuple[int, int], num_tokens: int) -> list[dict[str, Any]]:
+    """Microseconds of the product with FP8 blocks, num_tokens in one tile, for each candidate."""
+    (n, k), number = shape, max(2, round(150e6 / math.prod(shape)))
+    sizes: dict[str, Any] = dict(rows=num_tokens, n=n, k=k, num_experts=1, unpermuted_rows=num_tokens)
+    desc = GemmDesc(**sizes, has_tile_rows=True, dtype="float8_e4m3fn", lhs_scale="group", rhs_scale="block")
+    x = jnp.ones((num_tokens, k), jnp.float8_e4m3fn)
+    ws = [jax.random.normal(key, (1, n, k)).astype(x.dtype) for key in jax.random.split(jax.random.key(0), number)]
+    options: dict[str, Any] = dict(block_m=num_tokens, out_dtype=jnp.bfloat16, implementation="hopper")
+    options |= dict(x_scale=jnp.ones((k // 128, num_tokens)), w_scale=jnp.ones((1, -(-n // 128), k // 128)))
+    found = []
+    for config in candidates(desc, num_tokens, 132):
+
+        def run(x, ws, config=config):
+            one, rows = jnp.ones(1, jnp.int32), jnp.full((1,), num_tokens, jnp.int32)
+            return [grouped_gemm(x, w, one - 1, one, tile_rows=rows, config=config, **options) for w in ws]
+
+        program = jax.jit(run).lower(x, ws).compile(compiler_options=NO_COMMAND_BUFFERS)
+        jax.block_until_ready(program(x, ws))
+        with traced() as kernels:
+            jax.block_until_ready([program(x, ws) for _ in range(4)])
+        us = medians_alone(kernels, 4 * number)["grouped_gemm"]
+        found.append(dict(shape=list(shape), tokens=num_tokens, us=round(us, 2), tile=describe(desc, config)))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--tokens", nargs="+", type=int, default=(1, 16, 64, 2048))
+    parser.add_argument("--tiles", action="store_true", help="time candidates for the tile of a product")
     options = parser.parse_args()
     with open(options.out, "a") as file:
         say(header(), file)
+        if options.tiles:
+            for shape in SHAPES:
+                for cell in itertools.chain(*(of_tiles(shape, num_tokens) for num_tokens in options.tokens)):
+                    say(json.dumps(cell), file)
+            return
         for name in options.schemes:
             for shape in SHAPES:
                 for num_tokens in options.tokens:

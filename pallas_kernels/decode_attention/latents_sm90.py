@@ -20,6 +20,7 @@ Slots outside of those in use may hold anything: scores are masked, and values a
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     @pl.when(warpgroup == SCORER)
     def _():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        _, steps = work.for_each(functools.partial(_score, desc, config, scratch, outputs))
+        steps = work.for_each(functools.partial(_score, desc, config, scratch, outputs))[1]
 
         @pl.when(steps >= 1)
         def _():
@@ -194,7 +195,7 @@ def _score(
 def _consume(
     desc: DecodeDesc,
     config: DecodeConfig,
-    half: Scalar,
+    half: Any,
     scratch: dict[str, TileRef],
     outputs: list[TileRef],
     item: Item,

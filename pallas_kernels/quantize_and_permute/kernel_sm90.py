@@ -103,7 +103,7 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, *refs: Ref) -> None:
 
     def one_token(item):
         token, part = row_and_part(item)
-        targets = [token] if row_of is None else [row_of[token, j] for j in range(desc.top_k)]
+        targets: list[Any] = [token] if row_of is None else [row_of[token, j] for j in range(desc.top_k)]
         rows.quantize(token, targets, always=row_of is None, part=part)
 
     if named is None:
