@@ -333,6 +333,8 @@ def test_config_error():
         wide = PermuteDesc(4, width, 0, 4, "bfloat16", "e4m3_group", 4)
         assert (wide.parts, wide.num_items) == (parts, 4 * parts)
     assert dataclasses.replace(wide, num_named=None).num_items == 28
+    many = dataclasses.replace(wide, num_tokens=4096, num_rows=4096)
+    assert (many.parts, dataclasses.replace(many, num_named=None).parts) == (7, 1)
     assert dataclasses.replace(wide, num_named=None, top_k=2, num_rows=8).parts == 1
     assert dataclasses.replace(wide, quantization="none").parts == 1
     good = PermuteDesc(4, 512, 2, 8, "bfloat16", "e4m3_row")
