@@ -61,7 +61,7 @@ class PermuteDesc:
         scales.
         """
         groups = self.width // GROUP
-        is_cut = self.num_tokens <= ROWS_IN_PARTS if self.num_named is None else True
+        is_cut = self.num_named is not None or self.num_tokens <= ROWS_IN_PARTS
         if not self.is_grouped or self.top_k or not is_cut or groups <= PART_GROUPS or self.width % GROUP:
             return 1
         return groups // next((size for size in range(PART_GROUPS, 3, -4) if groups % size == 0), groups)
