@@ -15,7 +15,8 @@ E4M3_WIDTHS = (64, 128, 256)
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
 SM_BYTES = 228 * 1024  # shared memory of an SM
 RESERVED_BYTES = 1024  # of it for each CTA
-_BARRIERS = 2048  # bytes, more than the barriers and the scratch of reductions take
+_BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
+_BARRIERS_OF_ROWS = 2048  # where queries are rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,8 @@ def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
         ((WIDE_STAGES if desc.is_e4m3 else 0, block, both), desc.dtype),
         ((columns, block), desc.dtype),
     ]
-    return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + _BARRIERS
+    barriers = _BARRIERS if config.swap_ab else _BARRIERS_OF_ROWS
+    return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + barriers
 
 
 def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
