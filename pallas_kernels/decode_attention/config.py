@@ -150,6 +150,9 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
         return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
     if config.num_stages < 1 or config.num_ctas < 1:
         return f"{config}: at least one stage and one CTA"
+    sums = config.all_tiles(desc) * config.num_splits(desc) * config.columns * desc.value_width
+    if sums >= 1 << 31:
+        return f"{config.num_splits(desc)} splits of {desc.batch} rows: {sums} sums, which are counted in 31 bits"
     if (size := shared_bytes(desc, config)) > SMEM_BYTES:
         return f"{size} bytes of shared memory, there are {SMEM_BYTES}"
     return None

@@ -36,7 +36,7 @@ from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 
 SCORER, PRODUCER = 2, 3  # warpgroups behind the two consumers
-REGISTERS = 176, 120, 32  # of a thread: consumer, scorer, producer; all enter with 128
+REGISTERS = 160, 168, 24  # of a thread: consumer, scorer, producer; all enter with 128
 Q_FULL, Q_EMPTY, WEIGHTS_FULL = range(3)  # barriers behind those of full stages
 WEIGHTS_EMPTY = 0  # behind those of empty stages
 
@@ -86,7 +86,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
 
     @pl.when(warpgroup == SCORER)
     def _():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[1], action="increase")
         steps = work.for_each(functools.partial(_score, desc, config, scratch, outputs))[1]
 
         @pl.when(steps >= 1)

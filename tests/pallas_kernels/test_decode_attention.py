@@ -242,6 +242,14 @@ def test_choice_fits():
     assert not choose_config(latent, SMS, rows).swap_ab and choose_config(desc, SMS, rows).swap_ab
 
 
+def test_sums_have_room():
+    desc = decode_desc(576, 512, num_slots=64, num_heads=128, num_kv_heads=1, is_latent=True)
+    config = choose_config(dataclasses.replace(desc, batch=64), SMS)
+    assert (config.split, config.num_splits(desc)) == (1024, 1)  # of a row of less than half a split
+    many = dataclasses.replace(desc, batch=63, num_slots=163_840)
+    assert "counted in 31 bits" in config_error(many, DecodeConfig(64, 256, 64, 2, SMS, False))
+
+
 def test_forms_of_latents():
     """By rows, and by tiles of 64 heads: DeepSeek-V3's 128 heads, Kimi-K2's 64, and a device's share of 16."""
     of_few, of_many = (256, (2048, 4096, 16384)), (1024, (4096, 16384))
@@ -336,6 +344,9 @@ def test_items(monkeypatch, options, joins_rest):
             stop = max(1, (end + size // 2) // size) if joins_rest else -(-end // size)
             splits = range(min(first // size, stop - 1), stop) if first < end else ()
             assert stop <= config.num_splits(desc)
+            if splits:  # what the second launch adds
+                found_size, *bounds = items_sm90.splits_of(desc, config, jnp.int32(first), jnp.int32(end))
+                assert (found_size, range(*map(int, bounds))) == (size, splits)
             places_of_sums = (row * 2 + head) * config.num_splits(desc)
             for split in splits:
                 expected.add(places_of_sums + split)
@@ -348,16 +359,17 @@ def test_items(monkeypatch, options, joins_rest):
     assert found.keys() == expected and walked == steps
 
 
+@pytest.mark.parametrize("joins_rest", [False, True])
 @pytest.mark.parametrize("doubles_at", [(), (100,)], ids=["equal splits", "longer splits"])
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
-def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
+def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     """Sums of up to ten splits; those of splits that no query sees are not read. Two are loaded at once, and
     three as in long caches. The first row has half as many, twice as long, where ``doubles_at`` says so. Where keys are
     rows, values are codes with a scale."""
     monkeypatch.setattr(combine_sm90, "UNROLL", 2)
     monkeypatch.setattr(combine_sm90, "UNROLL_MANY", 3)
     desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True, is_e4m3=swap_ab)
-    config = DecodeConfig(8, 64, 64, 1, 1, swap_ab=swap_ab, doubles_at=doubles_at)
+    config = DecodeConfig(8, 64, 64, 1, 1, swap_ab, doubles_at, joins_rest)
     places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
     rng = np.random.default_rng(0)
     tiles, splits, width = config.all_tiles(desc), config.num_splits(desc), desc.value_width
@@ -365,7 +377,8 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at):
     totals, sinks = rng.uniform(1, 9, (tiles, splits, 8)), rng.standard_normal(6)
     is_seen = np.zeros((3, splits), bool)
     first_row = slice(5) if doubles_at else slice(None)
-    is_seen[0, first_row], is_seen[1, 2:4] = True, True  # the first query's window begins at slot 39, in split 0
+    is_seen[0, first_row] = True  # the first query's window begins at slot 39, in split 0
+    is_seen[1, 2 : 3 if joins_rest else 4] = True
     out = Memory(3 * 2 * 6 * width)
 
     def memory(values, is_written: Any = True):

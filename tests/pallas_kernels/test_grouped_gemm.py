@@ -6,6 +6,7 @@ Layout contract: see gemm_problem.py. The numerics of the Hopper kernel are in t
 import dataclasses
 import functools
 import re
+import time
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from pallas_kernels.grouped_gemm import (
     choose_config,
     config_error,
     grouped_gemm,
+    pipeline_sm90,
 )
 from pallas_kernels.grouped_gemm.api import describe_gemm
 from pallas_kernels.grouped_gemm.config import shared_arrays, shared_memory
@@ -29,6 +31,7 @@ from pallas_kernels.grouped_gemm.heuristics import choose_block_m, describe, lar
 from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedVectorConfig
 from pallas_kernels.grouped_gemm.scheduler_sm90 import tile_index, tiles_of_cta
 from tests.support.cases.hopper_layers import on_hopper
+from tests.support.kernels import warpgroups
 from tests.support.kernels.case import launches
 from tests.support.kernels.cases import GEMMS, PACKED, cluster_cases, gemm, gemm_case, packed_case
 from tests.support.kernels.gemm_problem import (
@@ -392,6 +395,44 @@ def test_ring_of_rows_off_128_bytes():
         assert (config.block_n, config.step_blocks) == first
 
 
+def test_one_matrix_of_few_tiles_has_sharers():
+    """Two consumers where tiles of 64 columns are at most half a round, and all of K is in whole steps of both."""
+    for n, k, rows, sharers in ((2048, 4096, 64, 2), (2112, 7168, 16, 2), (4288, 7168, 64, 1), (2048, 896, 64, 1)):
+        desc = GemmDesc(rows=rows, n=n, k=k, num_experts=1, dtype="float8_e4m3fn", unpermuted_rows=rows, **BLOCK)
+        config = choose_config(desc, rows, 132)
+        assert (config.sharers, config.step_blocks) == (sharers, 2) if sharers > 1 else config.sharers == 1
+        of_experts = dataclasses.replace(desc, num_experts=8, rows=8 * rows, unpermuted_rows=0)
+        assert choose_config(of_experts, rows, 132).sharers == 1
+
+
+@pytest.mark.parametrize("sharers", [2, 3])
+def test_sharers_add_up_in_lockstep(monkeypatch, sharers):
+    """Three tiles one after the other: nobody writes sums that the first has not read, and it stores all of them."""
+    for name, stand_in in warpgroups.stand_ins().items():
+        monkeypatch.setattr(pipeline_sm90, name, stand_in, raising=False)
+    sums = np.random.default_rng(0).standard_normal((3, sharers, 64, 8)).astype(np.float32)
+    stored = []
+
+    def body(partial, partial_full, partial_empty):
+        ready = dict(partial=partial, partial_full=partial_full[0], partial_empty=partial_empty[0])
+        own = pipeline_sm90.lax.axis_index("warpgroup")
+        nothing = dict.fromkeys(("x", "w", "full", "empty", "staging"))
+        scratch = pipeline_sm90.Scratch(**nothing, **ready)
+        cta = pipeline_sm90.CtaContext(None, None, {}, (), scratch, own, jnp.int32(1), sharers=sharers)
+        for tile in range(3):
+            if int(own) == 0:
+                time.sleep(0.05)  # the others would be a tile ahead
+            pipeline_sm90.add_up(cta, [jnp.asarray(sums[tile, int(own)])], stored.append)
+
+    def scratch():
+        memory = warpgroups.Memory(np.full((sharers - 1, 64, 8), np.nan, np.float32))
+        ready = warpgroups.Barriers(1, num_arrivals=sharers - 1)
+        return dict(partial=memory, partial_full=ready, partial_empty=warpgroups.Barriers(1))
+
+    warpgroups.run(body, 1, sharers, scratch)
+    np.testing.assert_allclose(np.array([one[0] for one in stored]), sums.sum(axis=1), rtol=1e-5, atol=1e-6)
+
+
 def test_narrow_candidates_lower():
     for name in ("fp8 row gated", "fp8 block gated", "bf16"):
         desc = gemm(name)
@@ -432,6 +473,11 @@ def test_shared_memory_is_not_underestimated():
         (BLOCK, dict(step_blocks=2), "built with swap_ab alone"),
         (dict(k=384, **BLOCK), dict(swap_ab=True, block_m=16, step_blocks=2), "whole steps where every 128"),
         ({}, dict(row_chunk=16), "needs tile_rows"),
+        ({}, dict(sharers=2), "swap_ab in small-M tiles of 64 columns"),
+        (GATED, dict(swap_ab=True, block_m=16, block_n=64, sharers=2), "one projection"),
+        ({}, dict(swap_ab=True, block_m=16, block_n=64, num_stages=3, sharers=2), "3 stages, each has to have as many"),
+        (dict(k=384), dict(swap_ab=True, block_m=16, block_n=64, num_stages=4, sharers=2), "K steps and 4 stages"),
+        ({}, dict(swap_ab=True, block_m=16, block_n=64, sharers=5), "1 to 4 consumers"),
         (dict(has_tile_rows=True), dict(row_chunk=12), "8, 16, 32 or 64"),
         (dict(has_tile_rows=True, **GATED, **UNSCALED), dict(num_stages=2, row_chunk=16), "2 x 128 columns of 16 bits"),
         ({}, dict(swap_ab=True, block_m=256), "the heights with swap_ab"),

@@ -76,11 +76,12 @@ def permuting(quantization: str, width: int = 512) -> tuple[Any, Any]:
     return _permuted(x, *where, quantization=quantization, config=PermuteConfig(2), own=ROW_OF[ROW_OF >= 0])
 
 
-def permuting_in_parts() -> tuple[Any, Any]:
-    """Four rows of 32 groups, two parts each, over three blocks; one row is in no use."""
+def permuting_in_parts(is_named: bool) -> tuple[Any, Any]:
+    """Four rows of 32 groups, two parts each, over three blocks; where rows are named, one is in no use."""
     x = np.random.default_rng(0).standard_normal((4, 4096))
-    rows = jnp.asarray([2, -1, 0, 3], jnp.int32)
-    return _permuted(x, quantization="e4m3_group", rows=rows, config=PermuteConfig(3), own=np.array([0, 2, 3]))
+    rows = jnp.asarray([2, -1, 0, 3], jnp.int32) if is_named else None
+    own = np.array([0, 2, 3]) if is_named else np.arange(4)
+    return _permuted(x, quantization="e4m3_group", rows=rows, config=PermuteConfig(3), own=own)
 
 
 def permuting_short_groups(width: int) -> tuple[Any, Any]:
@@ -478,7 +479,8 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     **{f"permute {kind}": functools.partial(permuting, kind) for kind in ("none", "e4m3_row", "e4m3_group", "mxfp4")},
     **{f"permute e4m3_group, {n}": functools.partial(permuting, "e4m3_group", n) for n in (128, 384)},
     **{f"permute e4m3_group, {n}": functools.partial(permuting_short_groups, n) for n in (64, 320, 704, 8256)},
-    "permute e4m3_group in parts": permuting_in_parts,
+    "permute e4m3_group in parts": functools.partial(permuting_in_parts, True),
+    "permute e4m3_group in parts, all rows": functools.partial(permuting_in_parts, False),
     "multiply_heads": functools.partial(multiplying_heads, 70, (64, 192), False, 2),
     "multiply_heads, one stage": functools.partial(multiplying_heads, 3, (0, 192), False, 1),
     "multiply_heads, transposed": functools.partial(multiplying_heads, 3, (128, 256), True, 4),

@@ -121,6 +121,11 @@ def decode_cases() -> Iterator[Case]:
             yield decode_case(f"latent, {name}", desc, config)
         yield combine_case(f"latent, {name}", desc, config)
         rows = DecodeConfig(64, 256, 64, 2, SMS, swap_ab=False)
-        if name not in ("sinks", "many slots"):  # the last spills 280 bytes, 24 accesses of them in the scorer's loop
+        if name not in ("sinks", "many slots"):  # the last spills 8 bytes
             yield decode_case(f"latent, {name}, queries are rows", desc, rows)
         yield combine_case(f"latent, {name}, queries are rows", desc, rows)
+    for batch in (16, 64):
+        own = dict(batch=batch, num_slots=8192, num_heads=128, num_kv_heads=1, is_latent=True)
+        desc = decode_desc(576, 512, **own)
+        yield decode_case(f"latent, {batch} rows of 8192 slots", desc, choose_config(desc, SMS))
+        yield combine_case(f"latent, {batch} rows of 8192 slots", desc, choose_config(desc, SMS))
