@@ -69,8 +69,8 @@ def by_name(found: list[Kernel], calls: int) -> list[tuple[str, float, float, fl
     """(name, microseconds, microseconds alone, launches) of a call, the longest alone first."""
     sums: dict[str, tuple[float, float, float]] = {}
     for name, kernel, own in alone(found):
-        duration, before, launches = sums.get(name, (0.0, 0.0, 0.0))
-        sums[name] = duration + kernel.duration / calls, before + own / calls, launches + 1 / calls
+        duration, own_before, launches = sums.get(name, (0.0, 0.0, 0.0))
+        sums[name] = duration + kernel.duration / calls, own_before + own / calls, launches + 1 / calls
     return sorted(((name, *entry) for name, entry in sums.items()), key=lambda row: -row[2])
 
 

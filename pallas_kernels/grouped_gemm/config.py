@@ -149,9 +149,9 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     """(shape, dtype) of what a CTA keeps in shared memory, by field of ``Scratch``.
 
     x, w: (stages, rows, K of a step), transposed weights (stages, K of a step, columns). staging: (consumers, slots,
-    64, columns), with swap_ab (consumers, slots, rows, 64), one for those that share channels. partial: (sharers but
-    the first, 64, rows). Scales of a step and vectors of a projection each start
-    where a TMA copy may start.
+    64, columns), with swap_ab (consumers, slots, rows, 64), one for those that share channels. partial: as
+    ``pipeline_sm90.gather_sums`` has it. Scales of a step and vectors of a projection each start where a TMA copy may
+    start.
     """
     stages, step, columns = config.num_stages, config.block_k(desc), store_columns(desc, config)
 
@@ -173,7 +173,7 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
         staging=((config.num_consumers // config.sharers, *slots), desc.stored_dtype),
     )
     if config.sharers > 1:
-        arrays["partial"] = ((config.sharers - 1, 64, config.block_m), desc.accumulator)
+        arrays["partial"] = ((1, config.sharers - 1, 1, 1, 64, config.block_m), desc.accumulator)
     if desc.is_block_scaled:
         arrays["x_scale"] = ((stages, config.step_blocks, padded(config.block_m, "float32")), "float32")
     if desc.lhs_scale == "row":

@@ -95,8 +95,8 @@ def space(desc: GemmDesc, block_m: int, num_sms: int) -> Iterator[GemmConfig]:
     to 0.95 of the time (H100, the same shape in FP8 and int8). Where 128 experts or more have a small-M tile, gate and
     up projections are read two experts at a time: 3% faster than eight on average (H100, 17 calls of two models).
     One matrix for all rows whose tiles of 64 columns are at most half a round has two consumers a tile, which share its
-    K steps of two blocks: 0.84 to 0.92 of the time with FP8 blocks (H100, 16 and 64 rows, three matrices; steps of one
-    block and more consumers are slower, and so are two where tiles are more).
+    K steps of two blocks: 0.84 to 0.91 of the time of one in such tiles with FP8 blocks (H100, 16 and 64 rows, three
+    matrices; steps of one block and more consumers are slower, and so are two where tiles are more).
     """
     rows, tiles = _expected(desc, block_m)
     is_short = tiles * -(-desc.n // 128) < 1.8 * num_sms and block_m in (8, 16, 64)

@@ -12,7 +12,7 @@ per group multiply the float32 partial sum of each group. No product is in fligh
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,11 +46,8 @@ from pallas_kernels.grouped_gemm.packed.config import (
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
-from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, LoadStep, MainLoop
+from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, LoadStep, MainLoop, Sums
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
-
-# For each projection the sums (64, rows) of pieces of rows side by side.
-Sums = list[list[Value]]
 
 
 def main_loop(desc: PackedDesc, config: PackedConfig) -> MainLoop:
@@ -126,7 +123,7 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
             _store(cta, tile, sums, vectors, channel, group)
 
     with jax.named_scope("exchange"):
-        _gather_sums(cta, sums, store)
+        pipeline.gather_sums(cta, sums, store, splits_projections=config.splits_projections)
 
 
 def multiply(cta: CtaContext, tile: Tile) -> Sums:
@@ -254,45 +251,6 @@ def _to_float32(desc: PackedDesc, partial: Value) -> Value:
     if partial.dtype == jnp.float32 or not desc.fmt.has_zero_point:
         return partial.astype(jnp.float32)
     return lax.bitcast_convert_type(partial + jnp.int32(0x4B400000), jnp.float32) - jnp.float32(3 << 22)
-
-
-def _gather_sums(cta: CtaContext, sums: Sums, store: Callable[[Sums], None]) -> None:
-    """Call ``store`` with the sums of all projections over all of K, in one warpgroup of each channel group.
-
-    The other sharers' sums pass through scratch.partial: written -> partial_full -> read, the first sharer's first ->
-    partial_empty.
-    """
-    config, scratch = cta.config, cta.scratch
-    if config.sharers == 1:
-        store(sums)
-        return
-    group, sharer = (op(cta.warpgroup, jnp.int32(config.sharers)) for op in (lax.div, lax.rem))
-
-    @pl.when(sharer > 0)
-    def _():
-        for projection, pieces in enumerate(sums):
-            for index, value in enumerate(pieces):
-                scratch.partial.at[group, sharer - 1, projection, index][...] = value
-        plgpu.barrier_arrive(scratch.partial_full.at[group])
-        plgpu.barrier_wait(scratch.partial_empty.at[group])
-
-    @pl.when(sharer == 0)
-    def _():
-        plgpu.barrier_wait(scratch.partial_full.at[group])
-
-        def passed(other, projection, index):
-            part = scratch.partial.at[group, other, projection, index]
-            return mosaic.load(part, layout=mosaic.WGMMA, optimized=False)
-
-        total = [list(pieces) for pieces in sums]
-        if config.splits_projections:
-            total.append([passed(0, 0, index) for index in range(len(sums[0]))])
-        for other in range(config.k_split - 1):
-            for projection, pieces in enumerate(total):
-                for index in range(len(pieces)):
-                    pieces[index] = pieces[index] + passed(other, projection, index)
-        plgpu.barrier_arrive(scratch.partial_empty.at[group])
-        store(total)
 
 
 def _vectors(cta: CtaContext, tile: Tile, group: Scalar) -> list[dict[str, Value]]:

@@ -37,7 +37,7 @@ from pallas_kernels.grouped_gemm.epilogue_sm90 import (
     store_staged,
     stores_under_way,
 )
-from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop
+from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop, Sums
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
@@ -60,11 +60,11 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
 def _compute(cta: CtaContext, tile: Tile) -> None:
     with jax.named_scope("main_loop"):
         accumulators = (_multiply_promoted if cta.desc.is_block_scaled else _multiply)(cta, tile)
-    pipeline.add_up(cta, accumulators, functools.partial(_store, cta, tile))
+    pipeline.gather_sums(cta, [accumulators], functools.partial(_store, cta, tile))
 
 
-def _store(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> None:
-    desc, config, scratch = cta.desc, cta.config, cta.scratch
+def _store(cta: CtaContext, tile: Tile, sums: Sums) -> None:
+    desc, config, scratch, (accumulators,) = cta.desc, cta.config, cta.scratch, sums
     if scratch.vectors_full is not None:
         plgpu.barrier_wait(scratch.vectors_full)
     pieces, num_slots = _pieces(config), scratch.staging.shape[1]

@@ -25,6 +25,7 @@ from pallas_kernels.grouped_gemm.config import SharedArray
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
 Carry = TypeVar("Carry")
+Sums = list[list[Value]]  # for each projection those of pieces of rows side by side, (64, rows)
 LoadStep = Callable[[Scalar], Callable[[Scalar], None]]  # K step -> slot -> None, issuing its copies
 
 
@@ -214,30 +215,45 @@ def for_each_step(
     return lax.fori_loop(0, lax.div(steps, jnp.int32(every)), one_step, (tile.first_step + first, carry))[1]
 
 
-def add_up(cta: CtaContext, sums: list[Value], store: Callable[[list[Value]], None]) -> None:
-    """Call ``store`` with what all sharers of the tile have summed up, by the first of them, in their order.
+def gather_sums(
+    cta: CtaContext, sums: Sums, store: Callable[[Sums], None], *, splits_projections: bool = False
+) -> None:
+    """Call ``store`` with the sums of all projections over all of K, in one warpgroup of each channel group.
 
-    The others' sums pass through scratch.partial: written -> partial_full -> read -> partial_empty.
+    The other sharers' sums pass through scratch.partial: written -> partial_full -> read, the first sharer's first ->
+    partial_empty. splits_projections: the second of two sharers has another projection, not a part of K.
     """
-    if cta.sharers == 1:
+    sharers, scratch = cta.config.sharers, cta.scratch
+    if sharers == 1:
         store(sums)
         return
-    scratch, (own,) = cta.scratch, sums
+    group, sharer = (op(cta.warpgroup, jnp.int32(sharers)) for op in (lax.div, lax.rem))
 
-    @pl.when(cta.warpgroup > 0)
+    @pl.when(sharer > 0)
     def _():
-        scratch.partial.at[cta.warpgroup - 1][...] = own
-        plgpu.barrier_arrive(scratch.partial_full)
-        plgpu.barrier_wait(scratch.partial_empty)
+        for projection, pieces in enumerate(sums):
+            for index, value in enumerate(pieces):
+                scratch.partial.at[group, sharer - 1, projection, index][...] = value
+        plgpu.barrier_arrive(scratch.partial_full.at[group])
+        plgpu.barrier_wait(scratch.partial_empty.at[group])
 
-    @pl.when(cta.warpgroup == 0)
+    @pl.when(sharer == 0)
     def _():
-        plgpu.barrier_wait(scratch.partial_full)
-        total = own
-        for other in range(cta.sharers - 1):
-            total = total + mosaic.load(scratch.partial.at[other], layout=mosaic.WGMMA, optimized=False)
-        plgpu.barrier_arrive(scratch.partial_empty)
-        store([total])
+        plgpu.barrier_wait(scratch.partial_full.at[group])
+
+        def passed(other, projection, index):
+            part = scratch.partial.at[group, other, projection, index]
+            return mosaic.load(part, layout=mosaic.WGMMA, optimized=False)
+
+        total = [list(pieces) for pieces in sums]
+        if splits_projections:
+            total.append([passed(0, 0, index) for index in range(len(sums[0]))])
+        for other in range(0 if splits_projections else sharers - 1):
+            for projection, pieces in enumerate(total):
+                for index in range(len(pieces)):
+                    pieces[index] = pieces[index] + passed(other, projection, index)
+        plgpu.barrier_arrive(scratch.partial_empty.at[group])
+        store(total)
 
 
 def accumulate(

@@ -60,8 +60,8 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
         types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
         types["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
     if config.sharers > 1:
-        types["partial_full"] = plgpu.Barrier(num_arrivals=config.sharers - 1)
-        types["partial_empty"] = plgpu.Barrier()
+        types["partial_full"] = plgpu.Barrier(num_arrivals=config.sharers - 1, num_barriers=1)
+        types["partial_empty"] = plgpu.Barrier(num_barriers=1)
     return types
 
 

@@ -414,23 +414,24 @@ def test_sharers_add_up_in_lockstep(monkeypatch, sharers):
     stored = []
 
     def body(partial, partial_full, partial_empty):
-        ready = dict(partial=partial, partial_full=partial_full[0], partial_empty=partial_empty[0])
+        ready = dict(partial=partial, partial_full=partial_full, partial_empty=partial_empty)
         own = pipeline_sm90.lax.axis_index("warpgroup")
         nothing = dict.fromkeys(("x", "w", "full", "empty", "staging"))
         scratch = pipeline_sm90.Scratch(**nothing, **ready)
-        cta = pipeline_sm90.CtaContext(None, None, {}, (), scratch, own, jnp.int32(1), sharers=sharers)
+        config = GemmConfig(8, 64, sharers, swap_ab=True, sharers=sharers)
+        cta = pipeline_sm90.CtaContext(None, config, {}, (), scratch, own, jnp.int32(1), sharers=sharers)
         for tile in range(3):
             if int(own) == 0:
                 time.sleep(0.05)  # the others would be a tile ahead
-            pipeline_sm90.add_up(cta, [jnp.asarray(sums[tile, int(own)])], stored.append)
+            pipeline_sm90.gather_sums(cta, [[jnp.asarray(sums[tile, int(own)])]], stored.append)
 
     def scratch():
-        memory = warpgroups.Memory(np.full((sharers - 1, 64, 8), np.nan, np.float32))
+        memory = warpgroups.Memory(np.full((1, sharers - 1, 1, 1, 64, 8), np.nan, np.float32))
         ready = warpgroups.Barriers(1, num_arrivals=sharers - 1)
         return dict(partial=memory, partial_full=ready, partial_empty=warpgroups.Barriers(1))
 
     warpgroups.run(body, 1, sharers, scratch)
-    np.testing.assert_allclose(np.array([one[0] for one in stored]), sums.sum(axis=1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.array([one for ((one,),) in stored]), sums.sum(axis=1), rtol=1e-5, atol=1e-6)
 
 
 def test_narrow_candidates_lower():
