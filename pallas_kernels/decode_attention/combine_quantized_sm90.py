@@ -10,7 +10,6 @@ A CTA has all key heads of a row where a row has one scale; where 128 columns ha
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Value
+from pallas_kernels.decode_attention.combine_sm90 import Part, SplitSums
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, values_a_thread
 from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
@@ -57,7 +57,7 @@ def _kernel(
     scales = rest.pop(0) if desc.is_e4m3 else None
     splits, columns, width = config.num_splits(desc), config.columns, desc.value_width
     number = values_a_thread(desc, config)
-    unroll = 4 if number <= 8 and warpgroups <= 4 else 2
+    unroll = 1 if warpgroups > 4 else 4 if number <= 8 else 2  # twice as many are loaded at once; more spill
 
     warpgroup = lax.axis_index("warpgroup")
     tile = lax.axis_index("cta") * warpgroups + warpgroup
@@ -71,54 +71,20 @@ def _kernel(
     head = column + kv_head * desc.group
     nothing = simt.constant(0)
 
-    def chunk(offset: Any) -> list[tuple[Value, Value, list[Value]]]:
-        """(score, weight, sums) of ``unroll`` splits."""
+    def load(offset: Any) -> list[Part]:
         found = []
         for j in range(unroll):
             split = nothing + (begin + offset + j)
             inside, place = is_used & (split < end), split + tile * splits
             own = [simt.load_float(a, place * columns + column, inside, x) for a, x in stats]
             values = [place * (width * columns) + (thread + i * WARPGROUP) for i in range(number)]
-            found.append((*own, [simt.load_float(sums, index, inside, 0.0) for index in values]))
+            found.append((*own, tuple(simt.load_float(sums, index, inside, 0.0) for index in values)))
         return found
 
     stats = ((tops, FLOOR), (totals, 0.0))
-
-    def scores(offset: Any) -> list[Value]:
-        found = []
-        for j in range(unroll):
-            split = nothing + (begin + offset + j)
-            inside, place = is_used & (split < end), (split + tile * splits) * columns + column
-            found.append(simt.load_float(tops, place, inside, FLOOR))
-        return found
-
-    def over_the_others(body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """body(carry, offset) for all splits behind the first chunk, in their order."""
-        rounds = lax.div(lax.max(end - begin - 1, 0), jnp.int32(unroll))
-        return lax.fori_loop(0, rounds, lambda i, c: body(c, unroll + i * unroll), carry)
-
-    first_chunk = chunk(0)
-    top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
-    sink = None
-    if rest:
-        sink = simt.load_float(rest[0], head, is_used, 0.0) * LOG2_E
-        top = lax.max(top, sink)
-    top = functools.reduce(lax.max, [score for score, _, _ in first_chunk], top)
-    top = over_the_others(lambda top, offset: functools.reduce(lax.max, scores(offset), top), top)
-
-    def added(carry, found):
-        numerators, denominator = carry
-        for score, weight, values in found:
-            shrink = jnp.exp2(score - top)
-            numerators = tuple(a + value * shrink for a, value in zip(numerators, values, strict=True))
-            denominator = denominator + weight * shrink
-        return numerators, denominator
-
-    zero = lax.bitcast_convert_type(nothing, jnp.float32)
-    carry = added(((zero,) * number, zero if sink is None else jnp.exp2(sink - top)), first_chunk)
-    numerators, denominator = over_the_others(lambda c, offset: added(c, chunk(offset)), carry)
-    results = [jnp.where(denominator == 0, 0.0, numerator / denominator) for numerator in numerators]
-    results = results if scales is None else [result * scales[1] for result in results]
+    sink = simt.load_float(rest[0], head, is_used, 0.0) * LOG2_E if rest else None
+    added = SplitSums.of_sink(sink, number).plus_all(load, end - begin, unroll, splits <= unroll)
+    results = added.outputs(None if scales is None else scales[1])
     results = [result.astype(desc.dtype).astype(jnp.float32) for result in results]
 
     if rows.is_grouped:

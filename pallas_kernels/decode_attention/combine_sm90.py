@@ -1,16 +1,14 @@
 """Partial sums of the splits of a row to its output, added in the order of the splits.
 
 Each CTA is a warpgroup and makes elements of the output in the order in which the sums lie, so that a warp reads them
-side by side: a thread one, or eight neighbouring values where the values of a query lie side by side. A thread first
-walks the largest scores of its row's splits, then adds their sums, UNROLL splits at a time so that as many loads are
-under way, and UNROLL_MANY of rows in long caches. The sums of the first UNROLL are asked for before the largest score
-is known.
+side by side: a thread one, or eight neighbouring values where the values of a query lie side by side. It walks the
+splits once (``SplitSums``).
 """
 
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +22,61 @@ from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
 
-UNROLL = 8
-UNROLL_MANY = 32
+UNROLL = 8  # splits whose sums are loaded at once
+UNROLL_WIDE = 4  # where a thread has several values of each
+
+Part = tuple[Value, Value, tuple[Value, ...]]  # of a split: the largest score, the sum of its weights, sums of values
+
+
+class SplitSums(NamedTuple):
+    """What a thread has added up of the splits so far, as in an online softmax.
+
+    Args:
+        top: the largest score.
+        numerators, denominator: sums of weighted values, and of weights, as if ``top`` were subtracted from all scores.
+    """
+
+    top: Value
+    numerators: tuple[Value, ...]
+    denominator: Value
+
+    @classmethod
+    def of_sink(cls, sink: Value | None, count: int) -> "SplitSums":
+        """sink: the logit of a head that attends to no value, times log2(e), or None. count: values of a thread."""
+        zero = lax.bitcast_convert_type(simt.constant(0), jnp.float32)
+        top = zero + FLOOR if sink is None else lax.max(zero + FLOOR, sink)
+        return cls(top, (zero,) * count, zero if sink is None else jnp.exp2(sink - top))
+
+    def plus(self, parts: list[Part]) -> "SplitSums":
+        top = functools.reduce(lax.max, [score for score, _, _ in parts], self.top)
+        shrink = jnp.exp2(self.top - top)
+        numerators, denominator = [own * shrink for own in self.numerators], self.denominator * shrink
+        for score, weight, values in parts:
+            shrink = jnp.exp2(score - top)
+            numerators = [own + value * shrink for own, value in zip(numerators, values, strict=True)]
+            denominator = denominator + weight * shrink
+        return SplitSums(top, tuple(numerators), denominator)
+
+    def plus_all(self, load: Callable[[Any], list[Part]], splits: Any, unroll: int, is_one_load: bool) -> "SplitSums":
+        """With the parts of all ``splits``. load: from the first of ``unroll`` of them; it is asked for the next ones
+        before these are added. is_one_load: there are no more than ``unroll``."""
+        first = load(0)
+        if is_one_load:
+            return self.plus(first)
+
+        def one_load(i, carry):
+            state, parts = carry
+            following = load((i + 1) * unroll)
+            return state.plus(parts), following
+
+        loads = lax.div(splits + (unroll - 1), jnp.int32(unroll))
+        return lax.fori_loop(0, loads, one_load, (self, first))[0]
+
+    def outputs(self, scale: Value | None) -> list[Value]:
+        """Weighted means, times ``scale``; zeros where no slot was seen."""
+        nothing = self.denominator == 0
+        results = [jnp.where(nothing, 0.0, own / self.denominator) for own in self.numerators]
+        return results if scale is None else [result * scale for result in results]
 
 
 def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
@@ -82,10 +133,11 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     first, end = seen(desc, starts[own_row], lengths[own_row], first_slots[own_row])
     _, begin, end = splits_of(desc, config, first, end)
     place = tile * splits * columns + column
+    unroll = min(UNROLL if count == 1 else UNROLL_WIDE, splits)
 
-    def indices(offset: Any, number: int) -> list[tuple[Value, Value]]:
+    def indices(offset: Any) -> list[tuple[Value, Value]]:
         found = []
-        for j in range(number):
+        for j in range(unroll):
             split_index = nothing + (begin + offset + j)
             found.append((place + split_index * columns, is_used & (split_index < end)))
         return found
@@ -96,58 +148,22 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
             return (index - column) * width + value * columns + column
         return index * width + value
 
-    def scores(offset: Any, number: int) -> list[Value]:
-        return [simt.load_float(tops, index, mask, FLOOR) for index, mask in indices(offset, number)]
-
     def sums_of(index: Value, mask: Value) -> tuple[Value, ...]:
         """A thread's elements of one split, up to four in a load."""
         at_once = min(count, 4)
         loads = [simt.load_floats(sums, index + start, mask, at_once) for start in range(0, count, at_once)]
         return tuple(itertools.chain(*loads))
 
-    def parts(offset: Any, number: int) -> list[tuple[Value, tuple[Value, ...]]]:
-        """Weights and sums."""
-        found = indices(offset, number)
-        weights = [simt.load_float(totals, index, mask, 0.0) for index, mask in found]
-        values = [sums_of(at(index), mask) for index, mask in found]
-        return list(zip(weights, values, strict=True))
+    def load(offset: Any) -> list[Part]:
+        found = []
+        for index, mask in indices(offset):
+            own = (simt.load_float(a, index, mask, default) for a, default in ((tops, FLOOR), (totals, 0.0)))
+            found.append((*own, sums_of(at(index), mask)))
+        return found
 
-    def over_the_others(body: Callable[[Any, Any, int], Any], carry: Any) -> Any:
-        """body(carry, offset, number) for all splits behind the first ones, in their order."""
-        if splits <= UNROLL:
-            return carry
-        offset = jnp.int32(UNROLL)
-        left = lax.max(end - begin - UNROLL, 0)
-        if splits > UNROLL_MANY and count == 1:  # more registers than there are else
-            many = lax.div(left, jnp.int32(UNROLL_MANY))
-            carry = lax.fori_loop(0, many, lambda i, c: body(c, UNROLL + i * UNROLL_MANY, UNROLL_MANY), carry)
-            offset, left = offset + many * UNROLL_MANY, left - many * UNROLL_MANY
-        rounds = lax.div(left + (UNROLL - 1), jnp.int32(UNROLL))
-        return lax.fori_loop(0, rounds, lambda i, c: body(c, offset + i * UNROLL, UNROLL), carry)
-
-    at_first = min(UNROLL, splits)
-    first_scores, first_parts = scores(0, at_first), parts(0, at_first)
-    top = lax.bitcast_convert_type(nothing, jnp.float32) + FLOOR
-    sink = None
-    if sinks:
-        sink = simt.load_float(sinks[0], head, is_used, 0.0) * LOG2_E
-        top = lax.max(top, sink)
-    top = functools.reduce(lax.max, first_scores, top)
-    top = over_the_others(lambda top, *where: functools.reduce(lax.max, scores(*where), top), top)
-
-    def added(carry, scores, parts):
-        numerators, denominator = carry
-        for score, (weight, values) in zip(scores, parts, strict=True):
-            shrink = jnp.exp2(score - top)
-            numerators = tuple(own + value * shrink for own, value in zip(numerators, values, strict=True))
-            denominator = denominator + weight * shrink
-        return numerators, denominator
-
-    zero = lax.bitcast_convert_type(nothing, jnp.float32)
-    carry = added(((zero,) * count, zero if sink is None else jnp.exp2(sink - top)), first_scores, first_parts)
-    numerators, denominator = over_the_others(lambda c, *where: added(c, scores(*where), parts(*where)), carry)
-    results = [jnp.where(denominator == 0, 0.0, numerator / denominator) for numerator in numerators]
-    results = results if scales is None else [result * scales[1] for result in results]
+    sink = simt.load_float(sinks[0], head, is_used, 0.0) * LOG2_E if sinks else None
+    added = SplitSums.of_sink(sink, count).plus_all(load, end - begin, unroll, splits <= unroll)
+    results = added.outputs(None if scales is None else scales[1])
     bits = [simt.float_bits(result, desc.dtype) for result in results]
     index = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value
     if count == 1:

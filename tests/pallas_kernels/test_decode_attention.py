@@ -363,11 +363,11 @@ def test_items(monkeypatch, options, joins_rest):
 @pytest.mark.parametrize("doubles_at", [(), (100,)], ids=["equal splits", "longer splits"])
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
 def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
-    """Sums of up to ten splits; those of splits that no query sees are not read. Two are loaded at once, and
-    three as in long caches. The first row has half as many, twice as long, where ``doubles_at`` says so. Where keys are
-    rows, values are codes with a scale."""
-    monkeypatch.setattr(combine_sm90, "UNROLL", 2)
-    monkeypatch.setattr(combine_sm90, "UNROLL_MANY", 3)
+    """Sums of up to ten splits, three loaded at once; those of splits that no query sees are not read. The first row
+    has half as many, twice as long, where ``doubles_at`` says so. Where keys are rows, values are codes with a
+    scale."""
+    monkeypatch.setattr(combine_sm90, "UNROLL", 3)
+    monkeypatch.setattr(combine_sm90, "UNROLL_WIDE", 3)
     desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True, is_e4m3=swap_ab)
     config = DecodeConfig(8, 64, 64, 1, 1, swap_ab, doubles_at, joins_rest)
     places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
@@ -438,6 +438,7 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
     stand_ins = warpgroups.stand_ins() | dict(simt=simt)
     for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_quantized_sm90, name, stand_ins[name])
+        monkeypatch.setattr(combine_sm90, name, stand_ins[name])
     monkeypatch.setattr(by_thread_sm90, "simt", simt)
     monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
     body = functools.partial(
