@@ -236,15 +236,31 @@ class Backend(abc.ABC):
         """
         raise NotImplementedError(f"{self.name} multiplies with experts alone")
 
-    def matrix_rows(self, problem: MatrixProblem) -> tuple[str, int] | None:
+    def matrix_parts(self, problem: MatrixProblem) -> int:
+        """Parts of K whose products are best left apart, so that all SMs read the matrix; 1 where ``multiply`` is as
+        fast. Of a problem without a ``matrix_refusal``."""
+        return 1
+
+    def multiply_in_parts(self, x: Array, matrix: Matrices, parts: int) -> Array:
+        """``multiply`` in so many partial sums in float32, (parts * R, N), one after the other."""
+        raise NotImplementedError(f"{self.name} leaves no partial sums")
+
+    def matrix_rows(self, problem: MatrixProblem, parts: int = 1) -> tuple[str, int] | None:
         """How ``multiply_rows`` takes rows of a problem without a ``matrix_refusal``: the kind of
         ``quantize_and_permute``, and how many rows their scales have room for. None where it takes none."""
         return None
 
     def multiply_rows(
-        self, codes: Array, scales: Array, num_tokens: int, matrix: Matrices, bias: Biases, out_dtype: DTypeLike
+        self,
+        codes: Array,
+        scales: Array,
+        num_tokens: int,
+        matrix: Matrices,
+        bias: Biases,
+        out_dtype: DTypeLike,
+        parts: int = 1,
     ) -> Array:
-        """``multiply`` of rows that were quantized as ``matrix_rows`` says."""
+        """``multiply`` of rows that were quantized as ``matrix_rows`` says; with parts ``multiply_in_parts``."""
         raise NotImplementedError(f"{self.name} quantizes rows itself")
 
     def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:

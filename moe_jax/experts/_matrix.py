@@ -53,20 +53,22 @@ def padded_product(
     *,
     out_dtype: DTypeLike,
     implementation: tuple[str, ...] | None = None,
+    parts: int = 1,
 ) -> Float[Array, "R N"]:
     """``multiply`` of T > 0 tokens, as the backend writes it: rows past T mean nothing.
 
-    matrix, bias: of several matrices side by side a tuple each, where ``joins`` says so.
+    matrix, bias: of several matrices side by side a tuple each, where ``joins`` says so. parts: of
+    ``parts_of_product``; several leave partial sums in float32, one after the other, without a bias.
     """
     backend = _chosen(_problem(matrix, tokens.shape[0], tokens.dtype, out_dtype, bias is not None), implementation)
     held = _each(lambda one: dataclasses.replace(one, tensor=constant("weight", one.tensor)), matrix)
-    run = functools.partial(_run, backend, jnp.dtype(out_dtype))
+    run = functools.partial(_run, backend, jnp.dtype(out_dtype), parts)
     num_rows = jax.eval_shape(run, tokens, held, bias).shape[0]
 
     def judge(tokens, held, bias):
         several = held if isinstance(held, tuple) else (held,)
         biases = bias if isinstance(bias, tuple) else (bias,) * len(several)
-        found = [_run(_JUDGE, jnp.dtype(out_dtype), tokens, *one) for one in zip(several, biases, strict=True)]
+        found = [_run(_JUDGE, jnp.dtype(out_dtype), 1, tokens, *one) for one in zip(several, biases, strict=True)]
         y = jnp.concatenate(found, axis=-1)
         return jnp.pad(y, ((0, num_rows - y.shape[0]), (0, 0)))
 
@@ -92,15 +94,27 @@ def joins(
     return backend.matrix_refusal(_problem(tuple(matrices), *options)) is None
 
 
+def parts_of_product(
+    matrix: QuantizedMatrix, num_tokens: int, dtype: DTypeLike, implementation: tuple[str, ...] | None
+) -> int:
+    """Parts of K whose products the backend would rather leave for whoever reads them to add up; 1 for the product."""
+    problem = _problem(matrix, num_tokens, dtype, dtype, has_bias=False)
+    return _chosen(problem, implementation).matrix_parts(problem)
+
+
 def quantized_rows(
-    matrices: Sequence[QuantizedMatrix], num_tokens: int, dtype: DTypeLike, implementation: tuple[str, ...] | None
+    matrices: Sequence[QuantizedMatrix],
+    num_tokens: int,
+    dtype: DTypeLike,
+    implementation: tuple[str, ...] | None,
+    parts: int = 1,
 ) -> tuple[str, int] | None:
     """How ``products_of_rows`` takes the rows of all these matrices: the kind of ``quantize_and_permute`` and the rows
     that scales have room for; None where it takes none, or the matrices differ in that."""
     found = set()
     for matrix in matrices:
         problem = _problem(matrix, num_tokens, dtype, dtype, has_bias=False)
-        found.add(_chosen(problem, implementation).matrix_rows(problem))
+        found.add(_chosen(problem, implementation).matrix_rows(problem, parts))
     return found.pop() if len(found) == 1 else None
 
 
@@ -112,6 +126,7 @@ def products_of_rows(
     biases: Sequence[Array] | None,
     out_dtype: DTypeLike,
     implementation: tuple[str, ...] | None,
+    parts: int = 1,
 ) -> list[Array]:
     """``padded_product`` of each matrix with rows that ``quantized_rows`` describes, or one of all side by side, as
     ``joins`` says. It has no gradient."""
@@ -123,7 +138,8 @@ def products_of_rows(
     found = []
     for matrix, bias in several:
         backend = _chosen(_problem(matrix, num_tokens, out_dtype, out_dtype, **options), implementation)
-        found.append(backend.multiply_rows(codes, scales, num_tokens, matrix, bias, out_dtype))
+        out = jnp.float32 if parts > 1 else out_dtype
+        found.append(backend.multiply_rows(codes, scales, num_tokens, matrix, bias, out, parts))
     return found
 
 
@@ -173,8 +189,9 @@ def _chosen(problem: MatrixProblem, implementation: tuple[str, ...] | None) -> B
     raise NotImplementedError(nothing_runs(skipped))
 
 
-def _run(backend: Backend, out_dtype: DTypeLike, x: Array, matrix: Matrices, bias: Biases) -> Array:
+def _run(backend: Backend, out_dtype: DTypeLike, parts: int, x: Array, matrix: Matrices, bias: Biases) -> Array:
     def as_read(one: QuantizedMatrix) -> QuantizedMatrix:
         return one if backend.reads(one.tensor.layout) else plain_matrix(one)
 
-    return backend.multiply(x, _each(as_read, matrix), bias, out_dtype)
+    held = _each(as_read, matrix)
+    return backend.multiply(x, held, bias, out_dtype) if parts == 1 else backend.multiply_in_parts(x, held, parts)

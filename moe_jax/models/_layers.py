@@ -15,7 +15,7 @@ from flax import nnx
 
 from moe_jax._typing import Array, DTypeLike, Float, Int
 from moe_jax.experts._low_rank import adapter_dtype, low_rank_product
-from moe_jax.experts._matrix import in_best_matrix_layout, joins, multiply, padded_product
+from moe_jax.experts._matrix import in_best_matrix_layout, joins, multiply, padded_product, parts_of_product
 from moe_jax.models._partition import WHOLE, Partitioned, partitioned
 from moe_jax.nn import LoRAParam, QuantizedParam
 from moe_jax.nn._lora import Adapter
@@ -222,19 +222,23 @@ class PartialSums:
 Addend: TypeAlias = Array | PartialSums | RoutedRows | None
 
 
-def partial_sums(module: Linear, x: Float[Array, "... K"]) -> PartialSums:
-    """``module(x)`` in x's dtype, in parts where it has few rows. No axis of x is empty."""
-    weight, bias, lead = module.weight.get_value(), module.bias, x.shape[:-1]
-    tokens = x.reshape(-1, x.shape[-1])
-    if isinstance(weight, QuantizedMatrix) and module.lora is None:
-        options: dict[str, Any] = dict(out_dtype=x.dtype, implementation=module.implementation)
-        y = padded_product(tokens, weight, None if bias is None else bias[...], **options)
-    elif isinstance(weight, QuantizedMatrix) or module.lora is not None:
-        y = module(x).reshape(tokens.shape[0], -1)
-    else:
-        biases = () if bias is None else (bias[...],)
+def partial_sums(module: Linear, x: Float[Array, "... K"], *, splits_quantized: bool = False) -> PartialSums:
+    """``module(x)`` in x's dtype, in parts where it has few rows. No axis of x is empty.
+
+    splits_quantized: products with quantized weights may come in parts, too.
+    """
+    weight, lead = module.weight.get_value(), x.shape[:-1]
+    biases, tokens = tuple(biases_of([module])), x.reshape(-1, x.shape[-1])
+    if module.lora is not None:
+        return PartialSums(module(x).reshape(1, tokens.shape[0], -1), lead)
+    if not isinstance(weight, QuantizedMatrix):
         return PartialSums(split_product(tokens, weight, is_rounded=not biases), lead, biases)
-    return PartialSums(y[None], lead)
+    options: dict[str, Any] = dict(out_dtype=x.dtype, implementation=module.implementation)
+    parts = parts_of_product(weight, len(tokens), x.dtype, module.implementation) if splits_quantized else 1
+    if parts == 1:
+        return PartialSums(padded_product(tokens, weight, *biases, **options)[None], lead)
+    y = padded_product(tokens, weight, **options | dict(out_dtype=jnp.float32, parts=parts))
+    return PartialSums(y.reshape(parts, -1, y.shape[-1]), lead, biases)
 
 
 def side_by_side(modules: Sequence[Linear], x: Float[Array, "... K"], out_dtype: DTypeLike) -> PartialSums | None:

@@ -45,6 +45,7 @@ def grouped_gemm(
     transposes_w: bool = False,
     keeps_before: bool = False,
     quantization: str = "none",
+    k_parts: int = 1,
     row_of: jax.Array | None = None,
     slot_weights: jax.Array | None = None,
     shared: jax.Array | None = None,
@@ -83,6 +84,8 @@ def grouped_gemm(
         quantization: "none", or how x, then (Mp, K) bfloat16, float16 or float32, is quantized first, in place of
             x_scale: "e4m3_row", "int8_row", "e4m3_group" or "e4m3_group_ue8m0", as by ``quantize_and_permute``. The
             Hopper kernel of tiles of one row does that.
+        k_parts: with more than 1, tile t of unpermuted rows has their products with the t-th of so many equal parts of
+            K: partial sums of the product with one expert, which the reader adds up. The Hopper kernel does that.
         row_of: (T, top_k) int32; with it the result is (T, N), for each token the sum of these rows times
             ``slot_weights``, (T, top_k) float, and of ``shared``, (T, N) or None, as ``combine`` makes it, of rows that
             are not rounded first. The Hopper kernel of tiles of one row does that for T = 1.
@@ -103,8 +106,9 @@ def grouped_gemm(
     desc, operands = describe_products(
         operands, w, w_scale, bias, activation, out_dtype, requantize, block_m, transposes_w, quantization
     )
-    desc = dataclasses.replace(desc, keeps_before=keeps_before)
+    desc = dataclasses.replace(desc, keeps_before=keeps_before, k_parts=k_parts)
     desc = dataclasses.replace(desc, **_describe_sum(desc, **of_tokens))
+    _check_parts(desc, operands)
     operands |= of_tokens
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm", runs, implementation)
@@ -249,6 +253,8 @@ def _run_reference(desc: GemmDesc, config: Any, operands: Operands) -> Any:
     del config
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
     given.pop("tile_rows")
+    if desc.k_parts > 1:
+        given["x"] = _parts_of_rows(given["x"], desc.k_parts)
     row_of, slot_weights, shared = (given.pop(name) for name in ("row_of", "slot_weights", "shared"))
     if row_of is not None:
         rows = _run_reference(dataclasses.replace(desc, top_k=0, out_dtype="float32"), None, operands | _NO_SUM)
@@ -274,6 +280,28 @@ def in_turn(desc: Any, operands: Operands, names: Sequence[str], run: Callable[.
     return jnp.concatenate([run(one, **common, **leaves) for one, leaves in zip(descs, own, strict=True)], axis=-1)
 
 
+def _parts_of_rows(x: jax.Array, k_parts: int) -> jax.Array:
+    """Rows of tiles, one for each part of K, with zeros outside of it."""
+    parts = x.reshape(k_parts, -1, k_parts, x.shape[1] // k_parts)
+    own = jnp.eye(k_parts, dtype=bool)[:, None, :, None]
+    return jnp.where(own, parts, jnp.zeros((), x.dtype)).reshape(x.shape)
+
+
+def _check_parts(desc: GemmDesc, operands: Operands) -> None:
+    """Raise ValueError where ``desc.k_parts`` does not go with the rest of a call."""
+    parts, tiles = desc.k_parts, operands["tile_expert"].shape[0]
+    if parts == 1:
+        return
+    is_one = desc.num_experts == 1 and desc.unpermuted_rows and tiles == parts and desc.k % parts == 0
+    is_plain = desc.activation is None and desc.bias_dtype is None and desc.requantize == "none" and not desc.top_k
+    if parts < 1 or not is_one or not is_plain:
+        raise ValueError(
+            f"k_parts={parts} with {desc.num_experts} experts, {tiles} tiles, K={desc.k}, block_m "
+            f"{'given' if desc.unpermuted_rows else 'not given'}; expected block_m, one expert, {parts} tiles, K a "
+            "multiple of it, and no activation, bias, requantize or row_of"
+        )
+
+
 def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
     # here: it loads Pallas, and knows packed weights, which know this module
     from pallas_kernels.grouped_gemm.portable import run
@@ -286,6 +314,8 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
         raise NotImplementedError(f"quantization {desc.quantization!r} of x: the Hopper kernel of single rows has it")
     if desc.top_k:
         raise NotImplementedError("the sum of a token's rows: the Hopper kernel of single rows has it")
+    if desc.k_parts > 1:
+        raise NotImplementedError(f"k_parts={desc.k_parts}: the Hopper kernels have it")
     block_m = check_block_m(config, operands, desc.rows)
     desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
     return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))

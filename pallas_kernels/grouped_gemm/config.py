@@ -224,6 +224,8 @@ def config_error(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str | Non
         return f"quantization {desc.quantization!r} of x: tiles of one row alone quantize it"
     if desc.top_k:
         return "the sum of a token's rows: tiles of one row alone add them up"
+    if desc.k_parts > 1 and desc.k % (desc.k_parts * config.block_k(desc)):
+        return f"k_parts={desc.k_parts}: K={desc.k} has to be whole steps of {config.block_k(desc)} for each"
     if reason := _sharers_error(desc, config):
         return reason
     if config.swap_ab:
@@ -304,7 +306,7 @@ def _sharers_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"sharers={config.sharers}: 1 to 4 consumers"
     if not config.swap_ab or config.block_n != 64 or config.is_large_m or config.cluster > 1 or desc.projections > 1:
         return f"sharers={config.sharers}: swap_ab in small-M tiles of 64 columns, one projection, no clusters"
-    steps = -(-desc.k // config.block_k(desc))
+    steps = -(-desc.k // (desc.k_parts * config.block_k(desc)))
     if steps % config.sharers or config.num_stages % config.sharers:
         return f"sharers={config.sharers}: {steps} K steps and {config.num_stages} stages, each has to have as many"
     return None

@@ -237,6 +237,8 @@ def expected_tiles(desc: GroupedGemm, block_m: int) -> float:
 def _expected(desc: GroupedGemm, block_m: int) -> tuple[float, float]:
     """(rows in use, tiles they take) when routing is uniform."""
     experts = desc.num_experts
+    if experts == 1 and desc.unpermuted_rows:  # each tile has them all
+        return float(desc.unpermuted_rows * (desc.rows // block_m)), float(desc.rows // block_m)
     pairs = float(desc.rows // block_m)
     if desc.rows > pairs + experts * (block_m - 1):
         pairs = max(desc.rows - experts * (block_m - 1.0), 1.0)

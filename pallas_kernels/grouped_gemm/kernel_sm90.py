@@ -73,7 +73,8 @@ def _kernel(desc: Any, config: Any, main_loop: MainLoop, *refs: TileRef, **alloc
     warpgroup = lax.axis_index("warpgroup")
     # A value >= 0 that is read on the device hides the number of steps from LLVM, which unrolls loops of up to about
     # eight: 32 TMA copies in the producer, and spills in both roles.
-    steps = -(-desc.k // config.block_k(desc))
+    parts = desc.k_parts if isinstance(desc, GemmDesc) else 1
+    steps = -(-desc.k // (parts * config.block_k(desc)))
 
     def hidden(number):
         return lax.min(jnp.int32(number), operands["num_tiles"][0] + number)

@@ -89,6 +89,7 @@ class GemmDesc(GroupedGemm):
         has_weighted: that activation's values, times the weights of their rows, are an output as well.
         quantization: how x is quantized first, a kind of ``quantize_and_permute`` with a scale for each row or each 128
             columns of it; "none" where x comes as it is multiplied.
+        k_parts: of K. Where they are several, tile t of the unpermuted rows has their products with part t of it.
         num_tokens, top_k: the output has a row for each token, the weighted sum of its ``top_k`` rows; 0 for the rows
             themselves. shared_dtype: of what is added to the sum, or None.
     """
@@ -104,6 +105,7 @@ class GemmDesc(GroupedGemm):
     pulls: Activation | None = None
     has_weighted: bool = False
     quantization: str = "none"
+    k_parts: int = 1
     num_tokens: int = 0
     top_k: int = 0
     shared_dtype: str | None = None
@@ -177,6 +179,8 @@ class GemmDesc(GroupedGemm):
             return reason
         if self.keeps_before and (self.activation is None or self.requantize != "none" or self.widths):
             return "keeps_before without an activation, requantized or of weights side by side: not built"
+        if self.k_parts > 1 and self.transposes_w:
+            return f"k_parts={self.k_parts} with transposed weights: not built"
         if self.widths and (self.transposes_w or self.requantize != "none"):
             return f"{len(self.widths)} weights side by side, transposed or requantized: not built"
         return self.unsupported_output()

@@ -128,11 +128,18 @@ def load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
                 plgpu.copy_gmem_to_smem(scales, own, scratch.full.at[slot])
         load_weights(depth, slot)
 
+    first = first_step_of_k(cta, tile)
+
     def load_step(k):
         step = config.block_k(desc)
-        return functools.partial(load, k, pl.ds(k * step, step))
+        return functools.partial(load, first + k, pl.ds((first + k) * step, step))
 
     return load_step
+
+
+def first_step_of_k(cta: CtaContext, tile: Tile) -> Scalar:
+    """K step, counted over all of K, that the tile starts with."""
+    return tile.row * cta.steps if cta.desc.k_parts > 1 else 0
 
 
 def load_vectors(cta: CtaContext, tile: Tile) -> None:
@@ -230,8 +237,10 @@ def multiply_promoted(
                 sums[first] = sums[first] + value * scale
                 first += 1
 
+    first_step = first_step_of_k(cta, tile)
+
     def one_step(k, slot, sums):
-        of_blocks = [k * config.step_blocks + block for block in range(config.step_blocks)]
+        of_blocks = [(first_step + k) * config.step_blocks + block for block in range(config.step_blocks)]
         factors = [[_block_scale(cta, tile, *column, index) for column in columns] for index in of_blocks]
         sums = list(sums)
         plgpu.barrier_wait(scratch.full.at[slot])

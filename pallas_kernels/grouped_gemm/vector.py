@@ -72,6 +72,8 @@ def vector_error(desc: GemmDesc, config: VectorConfig) -> str | None:
         return reason
     if config.channels not in _CHANNELS:
         return f"channels={config.channels} of a warp: one of {', '.join(map(str, sorted(_CHANNELS)))}"
+    if desc.k_parts > 1:
+        return f"k_parts={desc.k_parts} of single rows: not built, warps share K already"
     if desc.unpermuted_rows > 1:
         return f"the same {desc.unpermuted_rows} rows in every tile: a tile has 1"
     if reason := single_rows_refusal(desc.k, desc.widths or (desc.n,), desc.dtype, config.channels):

@@ -10,10 +10,12 @@ import pytest
 from moe_jax.experts._backend import MatrixProblem
 from moe_jax.experts._choice import BACKENDS
 from moe_jax.experts._matrix import multiply
+from moe_jax.experts.hopper import _matrix as hopper
 from moe_jax.experts.hopper._matrix import multiply as run_kernels
 from moe_jax.experts.hopper._matrix import refusal as hopper_refusal
 from moe_jax.experts.hopper._matrix import to_kernel_layout, to_plain_layout
 from moe_jax.quantization import SCHEMES, QuantizedMatrix, Scheme, Strategy, method_for, scheme_per_token
+from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.oracles.experts import matrix_numpy
 from tests.support.oracles.grids import grid_of
@@ -91,6 +93,44 @@ def test_product_of_the_kernels(name, out_dtype, num_tokens):
     y = jax.jit(functools.partial(run_kernels, out_dtype=jnp.dtype(out_dtype), kernels="reference"))(x, matrix, bias)
     assert y.shape[0] >= num_tokens and y.shape[1] == N and y.dtype == out_dtype
     assert_close(y[:num_tokens], x, plain, bias, is_rounded=True)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 11, 64])
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel", "fp8_tensor", "int8_w8a8"])
+@pytest.mark.sample(4)
+def test_products_in_parts_of_the_kernels(name, num_tokens):
+    """Each part of K has the product of its own columns; rows that were quantized before give the same bits."""
+    rng, parts, k = np.random.default_rng(5), 4, 2048
+    matrix = matrix_of(name, rng, k=k)
+    assert hopper.choose_parts(matrix, num_tokens) == parts
+    x = jnp.asarray(rng.standard_normal((num_tokens, k)), jnp.bfloat16)
+    run = functools.partial(hopper.multiply_in_parts, parts=parts, kernels="reference")
+    y = jax.jit(run)(x, matrix).reshape(parts, -1, N)
+    assert y.dtype == jnp.float32 and y.shape[1] >= num_tokens
+    rows, fmt = np.asarray(x).astype(np.float64), matrix.scheme.activations
+    rows = grid_of(rows, fmt, None).values(rows).reshape(num_tokens, parts, -1)
+    weights = matrix_numpy(matrix.tensor, 0).reshape(N, parts, -1)
+    for part, found in enumerate(y):
+        assert_rows_close(found[:num_tokens], rows[:, part] @ weights[:, part].T, tolerance(matrix.scheme, "float32"))
+    kind, room = hopper.rows_of_tiles(matrix, num_tokens, jnp.bfloat16, parts)
+    codes, scales = quantize_and_permute(x, quantization=kind, scale_rows=room, implementation="reference")
+    options = dict(parts=parts, kernels="reference")
+    same = hopper.multiply_rows(codes, scales, num_tokens, matrix, None, jnp.float32, **options)
+    np.testing.assert_array_equal(same.reshape(y.shape)[:, :num_tokens], y[:, :num_tokens])
+
+
+def test_which_products_come_in_parts():
+    """Few rows of plain weights whose column tiles are at most half as many as SMs, in parts 512 deep or more."""
+
+    def parts_of(n, k, num_tokens=64, name="fp8_block"):
+        scheme = Scheme.parse(name)
+        matrix = QuantizedMatrix(method_for(scheme).abstract_matrix(n, k), scheme)
+        held = jax.eval_shape(functools.partial(to_kernel_layout, dtype=jnp.bfloat16), matrix)
+        return hopper.choose_parts(held, num_tokens)
+
+    assert [parts_of(2048, 4096, tokens) for tokens in (1, 2, 64, 65)] == [1, 4, 4, 1]
+    assert [parts_of(*shape) for shape in ((4224, 4096), (4288, 4096), (2048, 1024), (2112, 7168))] == [2, 1, 2, 2]
+    assert parts_of(2048, 2560) == 1 and parts_of(2048, 4096, name="w4a16_g128") == 1
 
 
 @pytest.mark.parametrize("num_tokens", [1, 300])

@@ -31,6 +31,7 @@ from moe_jax.models._layers import (
     split_product,
 )
 from moe_jax.models.attention import _hopper
+from moe_jax.models.attention._attention import AttentionInputs, attended_and_projected
 from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import FusedMoE, QuantizedParam
@@ -322,6 +323,7 @@ class _Rows(_Hopper):
 
     multiply = staticmethod(functools.partial(hopper_matrix.multiply, kernels="reference"))
     multiply_rows = staticmethod(functools.partial(hopper_matrix.multiply_rows, kernels="reference"))
+    multiply_in_parts = staticmethod(functools.partial(hopper_matrix.multiply_in_parts, kernels="reference"))
 
 
 class _Joining(_Rows):
@@ -373,6 +375,53 @@ def test_projections_of_a_quantized_norm(calls, monkeypatch, name, is_joined):
 
     ours, theirs = (np.asarray(jax.jit(jax.grad(f))(x), np.float64) for f in (loss, plain_loss))
     np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parts_of_a_quantized_product(monkeypatch, name, has_bias):
+    """Partial sums and a bias that nobody has added yet are the product, and so are their gradients."""
+    scheme, rng, x = Scheme.parse(name), np.random.default_rng(0), jax.random.normal(jax.random.key(0), (3, 1, 1024))
+    module, x = Linear(1024, 192, use_bias=has_bias, rngs=nnx.Rngs(0)), x.astype(jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal((192, 1024)) / 32, jnp.float32)
+    module.weight = QuantizedParam(QuantizedMatrix(quantize(scheme, weight), scheme), eager_sharding=False)
+    if has_bias:
+        module.bias[...] = jnp.asarray(rng.standard_normal(192), jnp.bfloat16)
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: _Joining())
+    found, whole = (partial_sums(module, x, splits_quantized=is_split) for is_split in (True, False))
+    assert found.parts.shape == (2, 64, 192) and found.parts.dtype == jnp.float32 and whole.parts.shape[0] == 1
+    assert len(found.biases) == has_bias and not whole.biases
+    np.testing.assert_allclose(found.whole(jnp.float32), whole.whole(jnp.float32), rtol=2**-7, atol=2**-7)
+    cotangent = rng.standard_normal((3, 1, 192)).astype(np.float32)
+
+    def loss(x, is_split):
+        return (partial_sums(module, x, splits_quantized=is_split).whole(jnp.float32) * cotangent).sum()
+
+    ours, theirs = (np.asarray(jax.jit(jax.grad(loss), static_argnums=1)(x, own), np.float64) for own in (True, False))
+    np.testing.assert_allclose(ours, theirs, atol=0.02 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parts_of_what_attention_quantizes(monkeypatch, has_bias):
+    """A step for CUDA: the codes of attention's last launch have room for a tile, whose products stay apart."""
+    monkeypatch.setattr(_hopper, "OLDEST_JAX", (0, 10))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    scheme, module = Scheme.parse("fp8_block"), Linear(2048, 256, use_bias=has_bias, rngs=nnx.Rngs(0))
+    matrix = QuantizedMatrix(method_for(scheme).abstract_matrix(256, 2048), scheme)
+    module.weight = QuantizedParam(matrix, eager_sharding=False)
+    q = jax.ShapeDtypeStruct((8, 1, 4, 4, 128), jnp.bfloat16)
+    kv = jax.ShapeDtypeStruct((8, 4, 256, 128), jnp.bfloat16)
+    options: Any = dict(scale=1.0, window=None, chunk=None, sinks=None, scales=None, implementation="hopper")
+
+    def step(module, q, k, v, places):
+        inputs = AttentionInputs(places, places, places, places, places, places[:, None], None)
+        found = attended_and_projected(q, k, v, inputs, module, **options)
+        assert found is not None and found.lead == (8, 1) and len(found.biases) == has_bias
+        return found.parts
+
+    with on_hopper():
+        places = jax.ShapeDtypeStruct((8,), jnp.int32)
+        assert jax.eval_shape(step, module, q, kv, kv, places) == jax.ShapeDtypeStruct((4, 64, 256), jnp.float32)
 
 
 @pytest.mark.parametrize("has_biases", [False, True])

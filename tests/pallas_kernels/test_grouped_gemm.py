@@ -395,6 +395,41 @@ def test_ring_of_rows_off_128_bytes():
         assert (config.block_n, config.step_blocks) == first
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (dict(k_parts=3), "K a multiple of it"),  # of 256 columns
+        (dict(k_parts=4), "expected block_m, one expert, 4 tiles"),
+        (dict(k_parts=0), "k_parts=0"),
+        (dict(k_parts=2, block_m=None), "block_m not given"),
+        (dict(k_parts=2, bias=jnp.zeros((1, 64))), "no activation, bias, requantize"),
+        (dict(k_parts=2, requantize="group"), "no activation, bias, requantize"),
+    ],
+)
+def test_what_has_no_parts(options, match):
+    x, w = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((1, 64, 256), jnp.bfloat16)
+    tiles = 3 if options["k_parts"] == 3 else 2
+    rows = x if options.get("block_m", 64) else jnp.ones((64 * tiles, 256), x.dtype)
+    arguments = rows, w, jnp.zeros(tiles, jnp.int32), jnp.int32(tiles)
+    with pytest.raises(ValueError, match=match):
+        grouped_gemm(*arguments, **(dict(block_m=64, implementation="reference") | options))
+
+
+def test_parts_add_up_to_the_product():
+    """Of K in two: the reference, whose tiles see a part each, and the choice of tiles, which is one round."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((5, 256), (1, 64, 256)))
+    options = dict(block_m=64, k_parts=2, out_dtype=jnp.float32, implementation="reference")
+    y = grouped_gemm(x, w, jnp.zeros(2, jnp.int32), jnp.int32(2), **options).reshape(2, 64, 64)[:, :5]
+    expected = np.einsum("tpk,npk->ptn", x.reshape(5, 2, -1), w[0].reshape(64, 2, -1))
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    desc = GemmDesc(rows=256, n=2048, k=4096, num_experts=1, dtype="float8_e4m3fn", out_dtype="float32", k_parts=4)
+    desc = dataclasses.replace(desc, unpermuted_rows=64, has_tile_rows=True, **BLOCK)
+    config = choose_config(desc, 64, 132)
+    assert (config.block_n, config.swap_ab, config.row_chunk) == (64, False, None)
+    assert choose_config(dataclasses.replace(desc, unpermuted_rows=16), 64, 132).row_chunk == 16
+
+
 def test_one_matrix_of_few_tiles_has_sharers():
     """Two consumers where tiles of 64 columns are at most half a round, and all of K is in whole steps of both."""
     for n, k, rows, sharers in ((2048, 4096, 64, 2), (2112, 7168, 16, 2), (4288, 7168, 64, 1), (2048, 896, 64, 1)):
@@ -465,6 +500,7 @@ def test_shared_memory_is_not_underestimated():
         (dict(rows=1000), {}, "not a multiple of block_m"),
         (dict(unpermuted_rows=136), {}, "a tile has 128"),
         (dict(unpermuted_rows=9), {}, "up to 8, or a multiple of 8"),
+        (dict(k_parts=3), {}, "has to be whole steps of 64 for each"),
         ({}, dict(block_m=32), "64 or 128"),
         ({}, dict(block_n=512), "at most 256 weight rows"),
         (BLOCK, dict(block_n=96), "tile's blocks are whole"),

@@ -81,6 +81,31 @@ def test_side_by_side(kind, rows):
     np.testing.assert_array_equal(np.asarray(found)[:rows], np.concatenate(apart, axis=1)[:rows])
 
 
+@pytest.mark.parametrize(("k_parts", "num_sms"), [(4, 132), (2, 5)])
+@pytest.mark.parametrize("rows", [3, 16, 64])
+@pytest.mark.parametrize("kind", ["bf16", "f16", "fp8_row", "fp8_block", "int8_row"])
+def test_parts_of_k(kind, rows, k_parts, num_sms):
+    """Each part has the bits of the product with rows that are zero outside of it."""
+    problem = make_problem(kind, [64], block_m=64, k=2048, n=704, spare_tiles=0, out_dtype=jnp.float32)
+    (x, w, *tiles), scales = problem.args, {name: problem.kwargs[name] for name in ("x_scale", "w_scale")}
+    used = jnp.full(k_parts, rows, jnp.int32)
+    config = GemmConfig(64, 64, 4, row_chunk=16 if rows < 48 else None, num_sms=num_sms)
+    options: Any = dict(block_m=64, out_dtype=jnp.float32, config=config, implementation="hopper")
+
+    def in_parts(x, w, scales):
+        experts, number = jnp.zeros(k_parts, jnp.int32), jnp.int32(k_parts)
+        return grouped_gemm(x, w, experts, number, tile_rows=used, k_parts=k_parts, **scales, **options)
+
+    def of_rows(x, w, scales):
+        return grouped_gemm(x, w, *tiles, tile_rows=used[:1], **scales, **options)
+
+    found = jax.jit(in_parts)(x[:rows], w, scales).reshape(k_parts, 64, 704)
+    part, alone = jnp.arange(2048) // (2048 // k_parts), jax.jit(of_rows)
+    for index in range(k_parts):
+        own = jnp.where(part == index, x[:rows], jnp.zeros((), x.dtype))
+        np.testing.assert_array_equal(found[index, :rows], alone(own, w, scales)[:rows])
+
+
 @pytest.mark.parametrize("channels", [1, 2, 4])
 @pytest.mark.parametrize("k", [768, 1152, 2880, 14336])
 @pytest.mark.parametrize("kind", KINDS)

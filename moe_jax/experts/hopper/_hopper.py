@@ -27,7 +27,8 @@ from pallas_kernels.quantize_and_permute import config_error as permute_error
 from pallas_kernels.tuning.layer import AnyKey
 
 _multiply = jax.jit(_matrix.multiply, static_argnums=3)
-_multiply_rows = jax.jit(_matrix.multiply_rows, static_argnums=(2, 5))
+_multiply_in_parts = jax.jit(_matrix.multiply_in_parts, static_argnums=2)
+_multiply_rows = jax.jit(_matrix.multiply_rows, static_argnums=(2, 5, 6))
 
 
 class Hopper(KernelBackend):
@@ -120,13 +121,26 @@ class Hopper(KernelBackend):
     def multiply(self, x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike) -> Array:
         return _multiply(x, matrix, bias, jnp.dtype(out_dtype))
 
-    def matrix_rows(self, problem: MatrixProblem) -> tuple[str, int] | None:
-        return _matrix.rows_of_tiles(problem.matrix, problem.num_tokens, problem.out_dtype)
+    def matrix_parts(self, problem: MatrixProblem) -> int:
+        return _matrix.choose_parts(problem.matrix, problem.num_tokens)
+
+    def multiply_in_parts(self, x: Array, matrix: Matrices, parts: int) -> Array:
+        return _multiply_in_parts(x, matrix, parts)
+
+    def matrix_rows(self, problem: MatrixProblem, parts: int = 1) -> tuple[str, int] | None:
+        return _matrix.rows_of_tiles(problem.matrix, problem.num_tokens, problem.out_dtype, parts)
 
     def multiply_rows(
-        self, codes: Array, scales: Array, num_tokens: int, matrix: Matrices, bias: Biases, out_dtype: DTypeLike
+        self,
+        codes: Array,
+        scales: Array,
+        num_tokens: int,
+        matrix: Matrices,
+        bias: Biases,
+        out_dtype: DTypeLike,
+        parts: int = 1,
     ) -> Array:
-        return _multiply_rows(codes, scales, num_tokens, matrix, bias, jnp.dtype(out_dtype))
+        return _multiply_rows(codes, scales, num_tokens, matrix, bias, jnp.dtype(out_dtype), parts)
 
     def matrix_layout(self, matrix: QuantizedMatrix, dtype: DTypeLike) -> QuantizedMatrix:
         return _matrix.to_kernel_layout(matrix, dtype)

@@ -29,6 +29,9 @@ from pallas_kernels.grouped_gemm.vector import VectorConfig, single_rows_refusal
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
 _TMA_ROWS = 8  # rows of a box
+_PART_ROWS, _PART_COLUMNS = 64, 64  # of a tile of products with a part of K
+_LEAST_DEPTH = 512  # of such a part
+_SMS = 132  # of most Hopper GPUs; bits should not depend on the one at hand
 
 
 def each(matrix: Matrices) -> tuple[QuantizedMatrix, ...]:
@@ -36,14 +39,16 @@ def each(matrix: Matrices) -> tuple[QuantizedMatrix, ...]:
     return matrix if isinstance(matrix, tuple) else (matrix,)
 
 
-def multiply(x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike, *, kernels: str = "hopper") -> Array:
+def multiply(
+    x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike, *, parts: int = 1, kernels: str = "hopper"
+) -> Array:
     """``Backend.multiply`` with the implementation of every kernel given by name; "reference" runs anywhere.
 
-    Returns all rows of all tiles: to cut some off would be a copy.
+    Returns all rows of all tiles: to cut some off would be a copy. parts: of ``multiply_in_parts``.
     """
-    first, num_tokens = each(matrix)[0], x.shape[0]
+    first = each(matrix)[0]
     tensor, fmt = first.tensor, first.scheme.activations
-    tiles = _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype))
+    tiles = _tiles(matrix, x.shape[0], out_dtype, parts)
     x = tiles.padded(x)
     # Rows that are short, or whose last group is neither 128 nor 64 columns wide, are XLA's business.
     by = ("hopper", "reference") if kernels == "hopper" else kernels
@@ -72,13 +77,30 @@ def multiply(x: Array, matrix: Matrices, bias: Biases, out_dtype: DTypeLike, *, 
     return grouped_gemm_packed(rows, weights, x_scale=row_scale, **options)
 
 
-def rows_of_tiles(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike) -> tuple[str, int] | None:
+def choose_parts(matrix: Matrices, num_tokens: int) -> int:
+    """``Backend.matrix_parts``: of plain weights and few tokens, whose column tiles leave half of the SMs idle."""
+    several = each(matrix)
+    n, k = sum(one.shape[0] for one in several), several[0].shape[1]
+    parts = 1
+    if not is_kernel_layout(several[0].tensor.layout) and 1 < num_tokens <= _PART_ROWS:
+        tiles = -(-n // _PART_COLUMNS)
+        while 2 * parts * tiles <= _SMS and k % (2 * parts * _LEAST_DEPTH) == 0:
+            parts *= 2
+    return parts
+
+
+def multiply_in_parts(x: Array, matrix: Matrices, parts: int, *, kernels: str = "hopper") -> Array:
+    """``Backend.multiply_in_parts`` with the implementation of every kernel given by name."""
+    return multiply(x, matrix, None, jnp.float32, parts=parts, kernels=kernels)
+
+
+def rows_of_tiles(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike, parts: int = 1) -> tuple[str, int] | None:
     """``Backend.matrix_rows``: of plain weights whose rows have scales of their own."""
     first = each(matrix)[0]
     kind = None if is_kernel_layout(first.tensor.layout) else row_kind(first.scheme)
     if kind in (None, "none", "e4m3_tensor"):
         return None
-    return kind, _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype)).scaled_rows
+    return kind, _tiles(matrix, num_tokens, out_dtype, parts).scaled_rows
 
 
 def multiply_rows(
@@ -88,11 +110,12 @@ def multiply_rows(
     matrix: Matrices,
     bias: Biases,
     out_dtype: DTypeLike,
+    parts: int = 1,
     *,
     kernels: str = "hopper",
 ) -> Array:
     """``Backend.multiply_rows`` with the implementation of every kernel given by name."""
-    tiles = _Tiles(num_tokens, choose_block_m(matrix, num_tokens, out_dtype))
+    tiles = _tiles(matrix, num_tokens, out_dtype, parts)
     return _plain_product(tiles.padded(codes), scales, tiles, matrix, bias, out_dtype, kernels)
 
 
@@ -116,13 +139,15 @@ def _plain_product(
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """num_tokens rows of one matrix in tiles of block_m."""
+    """num_tokens rows of one matrix in tiles of block_m; parts: of K, each with a tile of all rows."""
 
     num_tokens: int
     block_m: int
+    parts: int = 1
 
     @property
     def number(self) -> int:
+        """Tiles of different rows."""
         return -(-self.num_tokens // self.block_m)
 
     @property
@@ -145,18 +170,25 @@ class _Tiles:
         return jnp.pad(x, ((0, self.num_rows - x.shape[0]), (0, 0)))
 
     def rows_in_use(self) -> Array:
-        return jnp.minimum(self.num_tokens - self.block_m * jnp.arange(self.number, dtype=jnp.int32), self.block_m)
+        rows = self.num_tokens - self.block_m * jnp.arange(self.number, dtype=jnp.int32)
+        return jnp.tile(jnp.minimum(rows, self.block_m), self.parts)
 
     def arguments(self, bias: Biases, out_dtype: DTypeLike, kernels: str) -> dict[str, Any]:
         """Of both products."""
         found: dict[str, Any] = dict(
-            tile_expert=jnp.zeros(self.number, jnp.int32),
-            num_tiles=jnp.full((1,), self.number, jnp.int32),
+            tile_expert=jnp.zeros(self.parts * self.number, jnp.int32),
+            num_tiles=jnp.full((1,), self.parts * self.number, jnp.int32),
             bias=jax.tree.map(lambda one: one[None], bias),
             out_dtype=out_dtype,
             implementation=kernels,
         )
+        found |= dict(k_parts=self.parts) if self.parts > 1 else {}
         return found | (dict(block_m=self.block_m) if self.is_one else {})
+
+
+def _tiles(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike, parts: int) -> _Tiles:
+    block_m = choose_block_m(matrix, num_tokens, out_dtype) if parts == 1 else _PART_ROWS
+    return _Tiles(num_tokens, block_m, parts)
 
 
 def choose_block_m(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike) -> int:

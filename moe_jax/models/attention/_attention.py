@@ -13,7 +13,7 @@ from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, DTypeLike, Float, Int, Leaf
 from moe_jax._versions import Place
 from moe_jax.experts._gradient import with_gradient_of
-from moe_jax.experts._matrix import padded_product, products_of_rows, quantized_rows
+from moe_jax.experts._matrix import padded_product, parts_of_product, products_of_rows, quantized_rows
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._kv_cache_dtype import CacheScale, quantized, times
@@ -261,7 +261,7 @@ class Attention(Partitioned):
         if self.num_sms() is None or 0 in y.shape:
             return self.o_proj(y), kept
         alone = _fused.product_by_kernel((self.o_proj,), y, self.num_sms())
-        return partial_sums(self.o_proj, y) if alone is None else alone, kept
+        return partial_sums(self.o_proj, y, splits_quantized=True) if alone is None else alone, kept
 
     def explain(self, batch: int, num_tokens: int, num_slots: int, dtype: DTypeLike) -> str:
         """Which kernel attends in a call with a cache, or XLA, and why; in words. Each row is one sequence, and counts
@@ -479,7 +479,9 @@ def attended_and_projected(
         return None
     table = inputs.page_table
     kv = (k, v) if table is None else tuple(_rows_of_pages(pool, table) for pool in (k, v))
-    rows = quantized_rows([matrix], num_rows, q.dtype, module.implementation)
+    by = module.implementation
+    parts = parts_of_product(matrix, num_rows, q.dtype, by)
+    rows = quantized_rows([matrix], num_rows, q.dtype, by, parts)
     kind: Any = dict(scale=scale, window=window, has_sinks=sinks is not None, value_width=None, has_sequences=False)
     kind |= {} if table is None else dict(num_pages=k.shape[0])
     is_by_slots = window is None or inputs.key_positions is None or inputs.is_counted
@@ -493,21 +495,23 @@ def attended_and_projected(
         heads = q.reshape(*q.shape[:2], -1, q.shape[-1])
         codes, factors = attend_and_quantize(name, scale, window, rows, heads, k, v, places, sinks, scales)
         biases = None if bias is None else [bias]
-        return products_of_rows(codes, factors, num_rows, [matrix], biases, q.dtype, module.implementation)[0]
+        return products_of_rows(codes, factors, num_rows, [matrix], biases, q.dtype, by, parts)[0]
 
-    arguments: Any = q, k, v, inputs, sinks, scales, matrix, None if module.bias is None else module.bias[...]
+    biases = tuple(biases_of([module]))
+    left, own = (biases, None) if parts > 1 else ((), *(biases or [None]))
+    arguments: Any = q, k, v, inputs, sinks, scales, matrix, own
     shape = jax.eval_shape(by_kernel, *arguments)
 
     def by_xla(q, k, v, inputs, sinks, scales, matrix, bias):
         if table is not None:
             k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
         y = attend_xla(q, k, v, inputs, scale=scale, window=window, sinks=sinks, scales=scales)
-        options: Any = dict(out_dtype=q.dtype, implementation=("reference",))
-        y = padded_product(y.reshape(num_rows, -1), matrix, bias, **options)
+        by_reference: Any = dict(out_dtype=shape.dtype, implementation=("reference",))
+        y = padded_product(y.reshape(num_rows, -1), matrix, bias, **by_reference)
         return jnp.pad(y, ((0, shape.shape[0] - y.shape[0]), (0, 0)))
 
     y: Any = with_gradient_of(by_kernel, by_xla, *arguments)
-    return PartialSums(y[None], q.shape[:2])
+    return PartialSums(y.reshape(parts, -1, y.shape[-1]), q.shape[:2], left)
 
 
 def _finite(x: Array) -> Array:

@@ -509,6 +509,15 @@ def vector_cases() -> Iterator[Case]:
         yield gemm_case(f"side by side, {name}", desc, candidates(desc, 1, H200_SMS)[0])
 
 
+def in_parts_cases() -> Iterator[Case]:
+    """Parts of K of one matrix, few rows and many, moved in chunks and whole."""
+    for name, tokens in itertools.product(("fp8 block", "fp8 row", "int8 row", "bf16"), (16, 64)):
+        sizes: dict[str, Any] = dict(num_experts=1, rows=256, n=2048, k=4096, k_parts=4, unpermuted_rows=tokens)
+        desc = dataclasses.replace(gemm(name), out_dtype="float32", has_tile_rows=True, **sizes)
+        config = choose_gemm_config(desc, 64, H200_SMS)
+        yield gemm_case(f"{name} in parts, {tokens} rows", desc, config)
+
+
 def norm_and_multiply_cases() -> Iterator[Case]:
     """One token: with and without a sum, weights side by side and one, with and without biases."""
     for width, dtype in itertools.product((2048, 2880, 4096, 7168), ("bfloat16", "float16")):
@@ -747,6 +756,7 @@ def all_cases() -> Iterator[Case]:
     yield from plain_dgrad_cases()
     yield from pull_cases()
     yield from unpermuted_cases()
+    yield from in_parts_cases()
     yield from side_by_side_cases()
     yield from vector_cases()
     yield from norm_and_multiply_cases()
