@@ -163,9 +163,9 @@ def large_m_space(key: Any, gemm: int, tokens: int) -> list[Any]:
     return found
 
 
-def of_table(key: Any, gemm: int, tokens: int) -> list[Any]:
-    """The configuration that the H200's table has for a layer, if any."""
-    entry = table_for("NVIDIA H200").lookup(key, tokens)
+def of_table(key: Any, gemm: int, tokens: int, kind: str = "NVIDIA H200") -> list[Any]:
+    """The configuration that the table of a kind of GPU has for a layer, if any."""
+    entry = table_for(kind).lookup(key, tokens)
     return [] if entry is None else [(entry.config.gemm1, entry.config.gemm2)[gemm - 1]]
 
 

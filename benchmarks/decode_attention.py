@@ -131,7 +131,7 @@ def measure(cell: Cell, ways: tuple[Way, ...], lock: str) -> None:
     programs = {}
     for way in ways:
         by = _xla if isinstance(way, str) else functools.partial(_hopper, way)
-        attend = functools.partial(by, cell, sinks)
+        attend = jax.jit(functools.partial(by, cell, sinks))  # which is lowered once for all layers
         jitted = jax.jit(lambda q, layers, attend=attend: [attend(q, *layer, *rows) for layer in layers])
         name = way if isinstance(way, str) else _words(way)
         programs[name] = jitted.lower(q, layers).compile(compiler_options=NO_COMMAND_BUFFERS)

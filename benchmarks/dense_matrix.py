@@ -89,12 +89,14 @@ def of_tiles(shape: tuple[int, int], num_tokens: int, dtype: str, parts: int) ->
     found = []
     for config in candidates(desc, block_m, 132):
 
-        def run(x, ws, config=config):
+        @jax.jit  # which is lowered once for all matrices
+        def product(x, w, config=config):
             experts, rows = jnp.zeros(parts, jnp.int32), jnp.full((parts,), num_tokens, jnp.int32)
-            number = jnp.full((1,), parts, jnp.int32)
-            return [grouped_gemm(x, w, experts, number, tile_rows=rows, config=config, **options) for w in ws]
+            tiles = jnp.full((1,), parts, jnp.int32)
+            return grouped_gemm(x, w, experts, tiles, tile_rows=rows, config=config, **options)
 
-        program = jax.jit(run).lower(x, ws).compile(compiler_options=NO_COMMAND_BUFFERS)
+        run = jax.jit(lambda x, ws, product=product: [product(x, w) for w in ws])
+        program = run.lower(x, ws).compile(compiler_options=NO_COMMAND_BUFFERS)
         jax.block_until_ready(program(x, ws))
         with traced() as kernels:
             jax.block_until_ready([program(x, ws) for _ in range(4)])

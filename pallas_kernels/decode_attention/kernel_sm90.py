@@ -2,7 +2,7 @@
 
 A work item is one split of the cache of one key head of one row: ``split`` slots, of which those in use are walked in
 steps of block_kv. Products are transposed: keys are the rows of wgmma, the queries of the key head's heads its columns,
-so few heads fill it. Steps without a slot in use are not loaded.
+so few heads fill it. What has no slot in use is not loaded: steps, and pieces of COPIED slots of the others.
 
     producer      for each item: queries, then for each step: keys, values
     consumer      for each item, for each step
@@ -43,6 +43,7 @@ from pallas_kernels.decode_attention.widen_sm90 import widen_tile
 FLOOR = -(2.0**100)  # below every score in use, and finite
 LOG2_E = math.log2(math.e)
 PART = 128  # of a value's elements, multiplied at once
+COPIED = 32  # slots of a TMA copy
 REGISTERS = 240, 24, 240  # of a thread with codes: consumer, producer, converter
 
 
@@ -60,7 +61,7 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
     tiled = mosaic.tiled(dtype, 128)
     items, stages = config.all_tiles(desc) * config.num_splits(desc), _stages(desc, config)
-    copies = block // PAGE_SLOTS if desc.num_pages else 1  # of the keys of a step
+    copies = block // COPIED  # of the keys of a step
     scratch: dict[str, Any] = dict(
         q=plgpu.SMEM((2, columns, desc.width), dtype, transforms=tiled),
         k=plgpu.SMEM((stages, block, desc.width), dtype, transforms=tiled),
@@ -107,7 +108,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     starts, lengths, first_slots, sums_out, tops_out, totals_out = rest
     s = scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
-    block_kv, stages = config.block_kv, config.num_stages
+    block_kv, stages, num_columns = config.block_kv, config.num_stages, desc.num_slots // PAGE_SLOTS
     from_cache = "codes_" if desc.is_e4m3 else ""  # of the ring that the producer fills
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
     work = Items(desc, config, cta, starts, lengths, first_slots)
@@ -117,17 +118,20 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         return lax.rem(step, jnp.int32(_stages(desc, config)))
 
     def load(cached: TileRef, item: Item, step: Any, memory: TileRef, full: TileRef) -> None:
-        if pages is None:
-            slots = pl.ds(pl.multiple_of(step * block_kv, block_kv), block_kv)
-            plgpu.copy_gmem_to_smem(cached.at[item.row, item.head, slots], memory, full)
-            return
-        count = block_kv // PAGE_SLOTS
-        for i in range(count):
-            # What a table holds behind a row's last slot is masked, but it must be memory of the cache.
-            column = lax.min(step * count + i, jnp.int32(desc.num_slots // PAGE_SLOTS - 1))
-            page = lax.clamp(jnp.int32(0), pages[item.row, column], jnp.int32(desc.num_pages - 1))
-            own = memory.at[pl.ds(i * PAGE_SLOTS, PAGE_SLOTS)] if count > 1 else memory
-            plgpu.copy_gmem_to_smem(cached.at[page, item.head], own, full)
+        """What the memory held before stays in pieces outside of the row: keys are masked, values cleared."""
+        for first in range(0, block_kv, COPIED):
+            slot = pl.multiple_of(step * block_kv + first, COPIED)
+            if pages is None:
+                source = cached.at[item.row, item.head, pl.ds(slot, COPIED)]
+            else:
+                # What a table holds for slots that nobody uses must be memory of the cache.
+                page = pages[item.row, lax.min(lax.div(slot, jnp.int32(PAGE_SLOTS)), jnp.int32(num_columns - 1))]
+                page = lax.clamp(jnp.int32(0), page, jnp.int32(desc.num_pages - 1))
+                source = cached.at[page, item.head, pl.ds(first % PAGE_SLOTS, COPIED)]
+            copy = functools.partial(plgpu.copy_gmem_to_smem, source, memory.at[pl.ds(first, COPIED)], full)
+            is_used = (slot < item.length) & (slot + COPIED > item.start)
+            pl.when(is_used)(copy)
+            pl.when(jnp.logical_not(is_used))(functools.partial(plgpu.barrier_arrive, full))
 
     def produce(item: Item, items: Scalar, steps: Scalar) -> None:
         place = lax.rem(items, jnp.int32(2))
