@@ -11,9 +11,9 @@ they time. What takes longer than --stuck seconds without a word is ended and wr
 products: single products with what is fused around them. A cell is shape:format (_sweep_space.py), with ":brief" behind
 it for few configurations instead of all, ":pairs" for tiles of 80, 96, 128 and more rows in clusters, ":rasters" for
 that of the H200's table and others in raster groups of several sizes, ":lent" for those of the tables of H200 and
-H100, the heuristic's and few beside them (lent_table.py), ":near1.1" for the table's and those that the files of --earlier hold
-with at most 1.1 times the least time; @16;64 behind that for tokens of its own. A JSON line per configuration: the
-least of five bursts, or with --sustained calls without a pause for so many seconds, the median of
+H100, the heuristic's and few beside them (lent_table.py), ":near1.1" for the table's and those that the files of
+--earlier hold with at most 1.1 times the least time; @16;64 behind that for tokens of its own. A JSON line per
+configuration: the least of five bursts, or with --sustained calls without a pause for so many seconds, the median of
 the later half, when power has settled; the first line, or two that started together, say on what and when. What FILE
 holds already is not timed again; its lines do not say which of both ways they are, so each takes a FILE of its own.
 

@@ -38,6 +38,7 @@ from moe_jax.nn._moe_block import without_padding_in_gradients
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._explicit import gathered, in_auto_axes, lies_on_explicit_axes
 from moe_jax.quantization import Scheme
+from pallas_kernels.add_and_norm import ROUTED_TOKENS
 from pallas_kernels.combine import RoutedRows
 
 
@@ -109,24 +110,27 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[RoutedRows | Array, MoEStats] | None:
         """What the experts add, where a backend runs the whole layer and nothing but experts follows the router.
 
-        logits: of a norm's launch that multiplied with the router. Then rows may be left for the next norm to add up.
-        Without, this is for masked tokens, which the kernels pass over: zeroed for gradients and statistics alone.
+        logits: of a norm's launch that multiplied with the router. Rows of few tokens are left for the next norm to add
+        up. Masked tokens the kernels pass over: zeroed for gradients and statistics alone.
         """
-        block, is_combined = self.mlp, logits is None
-        parts: Any = None
+        block, parts = self.mlp, None
         if type(block) is not MoEBlock or type(block.experts) is not FusedMoE or block.shared_experts is not None:
             return None
+        is_few = normal.size <= ROUTED_TOKENS * normal.shape[-1]
+        is_combined = not is_few or self.is_post_norm or self.residual_multiplier != 1
         router: Any = block.router
         of_router: Any = logits
         if of_router is None:
-            is_plain = type(router) is Linear and router.lora is None
-            if token_mask is None or not is_plain or self.self_attn.num_sms() is None:
+            is_plain = type(router) is Linear and router.lora is None and normal.size > 0
+            is_asked_for = token_mask is not None or not is_combined
+            if not is_asked_for or not is_plain or self.self_attn.num_sms() is None:
                 return None
             of_router = jax.ShapeDtypeStruct((*normal.shape[:-1], router.weight.shape[0]), jnp.float32)
-            asked = functools.partial(block.experts.routed_rows, token_mask=token_mask, is_combined=True)
+            asked = functools.partial(block.experts.routed_rows, token_mask=token_mask, is_combined=is_combined)
             if jax.eval_shape(asked, normal, of_router) is None:  # before the router multiplies for nobody
                 return None
-            of_router, parts = block.logits_and_parts(without_padding_in_gradients(normal, token_mask))
+            tokens = normal if token_mask is None else without_padding_in_gradients(normal, token_mask)
+            of_router, parts = block.logits_and_parts(tokens)
         elif self.residual_multiplier != 1:
             return None
         found = block.experts.routed_rows(normal, of_router, token_mask, router_parts=parts, is_combined=is_combined)

@@ -205,15 +205,21 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
     np.testing.assert_allclose(stats.router_logits, wanted_masked.router_logits, rtol=1e-4, atol=1e-5)
 
 
-def test_masked_tokens_of_many_rows(case, calls, monkeypatch):
-    """Nothing zeroes them in front of kernels that run a whole layer: logits, statistics and gradients are XLA's."""
-    directory, mask = case("qwen3").directory, np.arange(4) >= [[1], [3]]
+@pytest.mark.parametrize("most", [8, 7])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_tokens_of_many_rows(case, calls, monkeypatch, is_masked, most):
+    """A router of its own, in front of kernels that run a whole layer: nothing zeroes masked tokens, and the next norm
+    adds up the rows of at most so many. Logits, statistics and gradients are XLA's."""
+    monkeypatch.setattr(moe_jax.models._decoder, "ROUTED_TOKENS", most)
+    directory = case("qwen3").directory
+    mask = np.arange(4) >= ([[1], [3]] if is_masked else [[0], [0]])
+    given = dict(attention_mask=mask) if is_masked else {}
     ids = jnp.arange(8).reshape(2, 4)
     ours, theirs = (moe_jax.load_pretrained(directory, dtype="float32", attention=one) for one in ("auto", "xla"))
-    score = jax.jit(lambda model: model(ids, attention_mask=mask, return_stats=True))
+    score = jax.jit(lambda model: model(ids, return_stats=True, **given))
 
     def gradients(model):
-        loss = lambda model: jnp.where(mask, model(ids, attention_mask=mask)[..., 3], 0).sum()  # noqa: E731
+        loss = lambda model: jnp.where(mask, model(ids, **given)[..., 3], 0).sum()  # noqa: E731
         return jax.tree.leaves(jax.jit(nnx.grad(loss))(model))
 
     (expected, wanted), of_theirs = score(theirs), gradients(theirs)
@@ -222,9 +228,13 @@ def test_masked_tokens_of_many_rows(case, calls, monkeypatch):
         _fused.norm_kernel, "config_error", lambda desc, config: "no router" * bool(desc.num_experts) or None
     )
     asked = []
-    monkeypatch.setattr(moe_jax.models._decoder.MoEBlock, "__call__", lambda *_, **__: asked.append("the whole block"))
+    block = moe_jax.models._decoder.MoEBlock.__call__
+    monkeypatch.setattr(
+        moe_jax.models._decoder.MoEBlock, "__call__", lambda *a, **b: asked.append("the whole block") or block(*a, **b)
+    )
     found, stats = score(ours)
-    assert not asked and "router" not in calls
+    assert bool(asked) == (most == 7 and not is_masked) and "router" not in calls
+    assert ("experts" in calls) == (most == 8)
     assert_logits_close(np.asarray(found)[mask], np.asarray(expected)[mask])
     for name in ("topk_ids", "load"):
         np.testing.assert_array_equal(getattr(stats, name), getattr(wanted, name))
@@ -798,7 +808,7 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
     assert text.count("mosaic_gpu_v2") == 7
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(1, 3), (4, 4), (5, 5)])
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 3), (4, 4), (5, 4), (64, 5), (65, 7)])
 def test_launches_of_experts(case, monkeypatch, rows, kernels):
     """A decode step for CUDA: few rows of experts are added up by the next norm, more by a launch of the layer; one
     token's are quantized by their last product. Masked tokens cost no launch."""
