@@ -500,7 +500,7 @@ def test_shared_memory_is_not_underestimated():
         (dict(rows=1000), {}, "not a multiple of block_m"),
         (dict(unpermuted_rows=136), {}, "a tile has 128"),
         (dict(unpermuted_rows=9), {}, "up to 8, or a multiple of 8"),
-        (dict(k_parts=3), {}, "has to be whole steps of 64 for each"),
+        (dict(k_parts=3), {}, "has to be whole steps of 128 for each"),
         ({}, dict(block_m=32), "64 or 128"),
         ({}, dict(block_n=512), "at most 256 weight rows"),
         (BLOCK, dict(block_n=96), "tile's blocks are whole"),
