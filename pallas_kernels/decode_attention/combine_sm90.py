@@ -47,27 +47,29 @@ class SplitSums(NamedTuple):
         top = zero + FLOOR if sink is None else lax.max(zero + FLOOR, sink)
         return cls(top, (zero,) * count, zero if sink is None else jnp.exp2(sink - top))
 
-    def plus(self, parts: list[Part]) -> "SplitSums":
-        top = functools.reduce(lax.max, [score for score, _, _ in parts], self.top)
-        shrink = jnp.exp2(self.top - top)
-        numerators, denominator = [own * shrink for own in self.numerators], self.denominator * shrink
-        for score, weight, values in parts:
-            shrink = jnp.exp2(score - top)
-            numerators = [own + value * shrink for own, value in zip(numerators, values, strict=True)]
-            denominator = denominator + weight * shrink
-        return SplitSums(top, tuple(numerators), denominator)
+    def plus(self, part: Part) -> "SplitSums":
+        score, weight, values = part
+        is_higher, shrink = score > self.top, jnp.exp2(-lax.abs(score - self.top))
+
+        def added(own: Value, other: Value) -> Value:
+            """What belongs to the lower score shrinks. One product, so that the bits are the same in all kernels."""
+            return jnp.where(is_higher, own, other) * shrink + jnp.where(is_higher, other, own)
+
+        numerators = tuple(map(added, self.numerators, values))
+        return SplitSums(lax.max(self.top, score), numerators, added(self.denominator, weight))
 
     def plus_all(self, load: Callable[[Any], list[Part]], splits: Any, unroll: int, is_one_load: bool) -> "SplitSums":
-        """With the parts of all ``splits``. load: from the first of ``unroll`` of them; it is asked for the next ones
-        before these are added. is_one_load: there are no more than ``unroll``."""
+        """With the parts of all ``splits``, one after the other, whatever ``unroll`` is. load: from the first of
+        ``unroll`` of them; it is asked for the next ones before these are added. is_one_load: there are no more than
+        ``unroll``."""
         first = load(0)
         if is_one_load:
-            return self.plus(first)
+            return functools.reduce(SplitSums.plus, first, self)
 
         def one_load(i, carry):
             state, parts = carry
             following = load((i + 1) * unroll)
-            return state.plus(parts), following
+            return functools.reduce(SplitSums.plus, parts, state), following
 
         loads = lax.div(splits + (unroll - 1), jnp.int32(unroll))
         return lax.fori_loop(0, loads, one_load, (self, first))[0]

@@ -293,12 +293,13 @@ def _check_parts(desc: GemmDesc, operands: Operands) -> None:
     if parts == 1:
         return
     is_one = desc.num_experts == 1 and desc.unpermuted_rows and tiles == parts and desc.k % parts == 0
-    is_plain = desc.activation is None and desc.bias_dtype is None and desc.requantize == "none" and not desc.top_k
+    is_plain = desc.activation is None and desc.bias_dtype is None and not desc.top_k
+    is_plain &= desc.requantize == desc.quantization == "none"
     if parts < 1 or not is_one or not is_plain:
         raise ValueError(
             f"k_parts={parts} with {desc.num_experts} experts, {tiles} tiles, K={desc.k}, block_m "
             f"{'given' if desc.unpermuted_rows else 'not given'}; expected block_m, one expert, {parts} tiles, K a "
-            "multiple of it, and no activation, bias, requantize or row_of"
+            "multiple of it, and no activation, bias, requantize, quantization or row_of"
         )
 
 

@@ -226,6 +226,8 @@ def config_error(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str | Non
         return "the sum of a token's rows: tiles of one row alone add them up"
     if desc.k_parts > 1 and desc.k % (desc.k_parts * config.block_k(desc)):
         return f"k_parts={desc.k_parts}: K={desc.k} has to be whole steps of {config.block_k(desc)} for each"
+    if desc.k_parts > 1 and config.cluster > 1:
+        return f"k_parts={desc.k_parts} in clusters: not built"
     if reason := _sharers_error(desc, config):
         return reason
     if config.swap_ab:

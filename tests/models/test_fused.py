@@ -30,13 +30,14 @@ from moe_jax.models._layers import (
     side_by_side,
     split_product,
 )
-from moe_jax.models.attention import _hopper
+from moe_jax.models.attention import _attention, _hopper
 from moe_jax.models.attention._attention import AttentionInputs, attended_and_projected
 from moe_jax.models.families.deepseek_v3 import DeepseekV3ForCausalLM
 from moe_jax.models.families.qwen3_moe import Qwen3MoeForCausalLM
 from moe_jax.nn import FusedMoE, QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
 from pallas_kernels.combine import RoutedRows
+from pallas_kernels.decode_attention import decode_attention
 from tests.support.cases.hopper_layers import E, H, make_layer, on_hopper
 from tests.support.cases.models import VOCAB, assert_logits_close, run
 from tests.support.kernels.case import launches
@@ -409,6 +410,64 @@ def test_parts_of_a_quantized_product(monkeypatch, name, has_bias):
 
     ours, theirs = (np.asarray(jax.jit(jax.grad(loss), static_argnums=1)(x, own), np.float64) for own in (True, False))
     np.testing.assert_allclose(ours, theirs, atol=0.02 * np.abs(theirs).max())
+
+
+def test_parts_behind_attention(monkeypatch):
+    """Codes of attention's last launch times a matrix in parts: XLA's answer, each part that of its own heads, and the
+    gradients."""
+    scheme, rng = Scheme.parse("int8_w8a8"), np.random.default_rng(0)
+    module, weight = Linear(1024, 192, rngs=nnx.Rngs(0)), rng.standard_normal((192, 1024)) / 32
+    matrix = QuantizedMatrix(quantize(scheme, jnp.asarray(weight, jnp.float32)), scheme)
+    module.weight = QuantizedParam(matrix, eager_sharding=False)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((3, 1, 2, 4, 128), (3, 2, 24, 128), (3, 2, 24, 128))
+    )
+    ends = jnp.asarray([24, 9, 1], jnp.int32)
+    inputs = AttentionInputs(ends, ends, jnp.zeros_like(ends), ends, ends - 1, (ends - 1)[:, None], None)
+
+    def by_reference(name, scale, window, rows, q, k, v, places, sinks, scales):
+        options = dict(scale=scale, window=window, sinks=sinks, scales=scales, implementation="reference")
+        return decode_attention(q, k, v, **places, quantization=rows[0], scale_rows=rows[1], **options)
+
+    for name, stand_in in (
+        ("choose", lambda *_, **__: ("hopper", None)),
+        ("quantizes", lambda *_: True),
+        ("attend_and_quantize", by_reference),
+    ):
+        monkeypatch.setattr(_attention, name, stand_in)
+    backends = {("reference",): BACKENDS["reference"], None: _Joining()}
+    monkeypatch.setattr(_matrix, "_chosen", lambda problem, implementation: backends[implementation])
+    options: Any = dict(scale=0.1, window=None, sinks=None, scales=None)
+
+    def fused(q, k, v):
+        own: Any = options | dict(chunk=None, implementation="hopper")
+        found = attended_and_projected(q, k, v, inputs, module, **own)
+        assert found is not None and found.parts.shape == (2, 64, 192)
+        return found
+
+    def apart(q, k, v):
+        return _attention.attend_xla(q, k, v, inputs, **options).reshape(3, 1, 1024)
+
+    y = apart(q, k, v)
+    found, expected = fused(q, k, v), np.asarray(y, np.float64) @ weight.T
+    np.testing.assert_allclose(found.whole(jnp.float32), expected, atol=0.03 * np.abs(expected).max())
+    halves = [
+        half @ own.T
+        for half, own in zip(np.split(np.asarray(y, np.float64), 2, -1), np.split(weight, 2, 1), strict=True)
+    ]
+    np.testing.assert_allclose(found.parts[:, :3, None], np.stack(halves), atol=0.03 * np.abs(expected).max())
+    cotangent = rng.standard_normal(expected.shape).astype(np.float32)
+    ours, theirs = (
+        jax.grad(lambda *a, run=run: (run(*a) * cotangent).sum(), (0, 1, 2))(q, k, v)
+        for run in (
+            lambda *a: fused(*a).whole(jnp.float32),
+            lambda *a: multiply(apart(*a), matrix, out_dtype=jnp.float32, implementation=("reference",)),
+        )
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        difference, other = (np.asarray(leaf, np.float64) for leaf in (one - other, other))
+        assert np.abs(difference).max() <= 0.02 * np.abs(other).max()
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

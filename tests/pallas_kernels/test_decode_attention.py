@@ -363,11 +363,9 @@ def test_items(monkeypatch, options, joins_rest):
 @pytest.mark.parametrize("doubles_at", [(), (100,)], ids=["equal splits", "longer splits"])
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
 def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
-    """Sums of up to ten splits, three loaded at once; those of splits that no query sees are not read. The first row
-    has half as many, twice as long, where ``doubles_at`` says so. Where keys are rows, values are codes with a
-    scale."""
-    monkeypatch.setattr(combine_sm90, "UNROLL", 3)
-    monkeypatch.setattr(combine_sm90, "UNROLL_WIDE", 3)
+    """Sums of up to ten splits, three loaded at once, with the bits of all at once; those of splits that no query sees
+    are not read. The first row has half as many, twice as long, where ``doubles_at`` says so. Where keys are rows,
+    values are codes with a scale."""
     desc = decode_desc(64, 64, num_queries=2, num_heads=6, num_slots=640, window=600, has_sinks=True, is_e4m3=swap_ab)
     config = DecodeConfig(8, 64, 64, 1, 1, swap_ab, doubles_at, joins_rest)
     places = {"starts": (0, 130, 0), "lengths": (640, 200, 0), "first_slots": (638, 198, 0)}
@@ -379,7 +377,7 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     first_row = slice(5) if doubles_at else slice(None)
     is_seen[0, first_row] = True  # the first query's window begins at slot 39, in split 0
     is_seen[1, 2 : 3 if joins_rest else 4] = True
-    out = Memory(3 * 2 * 6 * width)
+    outs = [Memory(3 * 2 * 6 * width) for _ in range(2)]
 
     def memory(values, is_written: Any = True):
         held = Memory(values.size, values.astype(np.float32).reshape(-1).view(np.int32))
@@ -395,8 +393,13 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_sm90, name, stand_ins[name])
     monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
-    body = functools.partial(combine_sm90._kernel, desc, config, *refs, out)
-    warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
+    for unroll, out in zip((3, 10), outs, strict=True):
+        monkeypatch.setattr(combine_sm90, "UNROLL", unroll)
+        monkeypatch.setattr(combine_sm90, "UNROLL_WIDE", unroll)
+        body = functools.partial(combine_sm90._kernel, desc, config, *refs, out)
+        warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
+    np.testing.assert_array_equal(*(out.values for out in outs))
+    out = outs[0]
     weights = np.where(of_tile, np.exp2(tops), 0)
     own = np.exp(np.tile(sinks.reshape(2, 3), (3, 2)))  # tile -> column: the heads of each query
     numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :6]
@@ -482,13 +485,13 @@ def test_what_is_not_quantized():
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0"])
 @pytest.mark.parametrize("options", [{}, dict(window=150, has_sinks=True), dict(is_e4m3=True)], ids=str)
-@pytest.mark.parametrize("num_kv_heads", [2, 4])
+@pytest.mark.parametrize("num_kv_heads", [2, 4, 8])
 def test_quantizing_gpu(quantization, options, num_kv_heads):
-    """The bits of a launch of its own."""
+    """The bits of a launch of its own; up to twelve splits a row, more than either loads at once."""
     places = ((0, 712, 711), (5, 296, 295), (130, 637, 636), (200, 201, 200), (0, 0, 0))
     own = dict(num_heads=8 * num_kv_heads, num_kv_heads=num_kv_heads, batch=len(places))
     desc = decode_desc(128, 128, **own, **options)
-    config = dataclasses.replace(choose_config(desc, SMS), split=128, doubles_at=(300, 600))
+    config = dataclasses.replace(choose_config(desc, SMS), split=64, block_kv=64, doubles_at=())
     arrays, named, sinks, _ = make(desc, places)
     plain = run(desc, arrays, named, sinks, "hopper", config=config)
     found = run(desc, arrays, named, sinks, "hopper", config=config, quantization=quantization, scale_rows=8)

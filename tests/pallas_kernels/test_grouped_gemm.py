@@ -404,15 +404,16 @@ def test_ring_of_rows_off_128_bytes():
         (dict(k_parts=2, block_m=None), "block_m not given"),
         (dict(k_parts=2, bias=jnp.zeros((1, 64))), "no activation, bias, requantize"),
         (dict(k_parts=2, requantize="group"), "no activation, bias, requantize"),
+        (dict(k_parts=2, quantization="int8_row", w=jnp.ones((1, 64, 256), jnp.int8)), "quantization or row_of"),
     ],
 )
 def test_what_has_no_parts(options, match):
     x, w = jnp.ones((64, 256), jnp.bfloat16), jnp.ones((1, 64, 256), jnp.bfloat16)
     tiles = 3 if options["k_parts"] == 3 else 2
     rows = x if options.get("block_m", 64) else jnp.ones((64 * tiles, 256), x.dtype)
-    arguments = rows, w, jnp.zeros(tiles, jnp.int32), jnp.int32(tiles)
+    given = dict(x=rows, w=w, tile_expert=jnp.zeros(tiles, jnp.int32), num_tiles=jnp.int32(tiles), block_m=64)
     with pytest.raises(ValueError, match=match):
-        grouped_gemm(*arguments, **(dict(block_m=64, implementation="reference") | options))
+        grouped_gemm(**(given | dict(implementation="reference") | options))
 
 
 def test_parts_add_up_to_the_product():
@@ -501,6 +502,7 @@ def test_shared_memory_is_not_underestimated():
         (dict(unpermuted_rows=136), {}, "a tile has 128"),
         (dict(unpermuted_rows=9), {}, "up to 8, or a multiple of 8"),
         (dict(k_parts=3), {}, "has to be whole steps of 128 for each"),
+        (dict(k_parts=2), dict(cluster=2, shares_weights=True), "k_parts=2 in clusters"),
         ({}, dict(block_m=32), "64 or 128"),
         ({}, dict(block_n=512), "at most 256 weight rows"),
         (BLOCK, dict(block_n=96), "tile's blocks are whole"),

@@ -267,13 +267,18 @@ def multiplying_side_by_side(dtype: str, block_m: int, swap_ab: bool, tokens: in
 def multiplying_in_parts(dtype: str, k_parts: int, tokens: int, **form: Any) -> tuple[Any, Any]:
     """Partial sums in float32 against NumPy's product with each part of K."""
     rng, k, n, is_block = np.random.default_rng(0), 256 * k_parts, 192, dtype == FP8
-    x, w = (jnp.asarray(np.rint(8 * rng.standard_normal((rows, k))) / 8, dtype) for rows in (tokens, n))
+    unit = 1 if dtype == "int8" else 8
+    x, w = (jnp.asarray(np.rint(8 * rng.standard_normal((rows, k))) / unit, dtype) for rows in (tokens, n))
     options: dict[str, Any] = {}
     wide = [np.asarray(a, np.float64) for a in (x, w)]
     if is_block:
         scales = [rng.uniform(0.5, 2, shape) for shape in ((k // 128, 64), (2, k // 128))]
         wide[0] *= np.repeat(scales[0][:, :tokens].T, 128, axis=1)
         wide[1] *= np.repeat(np.repeat(scales[1], 128, 0)[:n], 128, 1)
+        options |= dict(x_scale=jnp.float32(scales[0]), w_scale=jnp.float32(scales[1][None]))
+    if dtype == "int8":
+        scales = [rng.uniform(0.5, 2, rows) for rows in (64, n)]
+        wide = [wide[0] * scales[0][:tokens, None], wide[1] * scales[1][:, None]]
         options |= dict(x_scale=jnp.float32(scales[0]), w_scale=jnp.float32(scales[1][None]))
     config = GemmConfig(64, 64, **dict(dict(num_stages=3, num_sms=4), **form), inline_ptx=False)
     experts, used = jnp.zeros(k_parts, jnp.int32), jnp.full(k_parts, tokens, jnp.int32)
@@ -507,6 +512,7 @@ CASES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "fp8 blocks in parts, few rows": functools.partial(multiplying_in_parts, FP8, 3, 16),
     "fp8 blocks in parts": functools.partial(multiplying_in_parts, FP8, 2, 5),
     "bf16 in parts": functools.partial(multiplying_in_parts, "bfloat16", 4, 64, num_sms=7),
+    "int8 rows in parts": functools.partial(multiplying_in_parts, "int8", 2, 16),
     "wgrad": functools.partial(contracting, WgradConfig(128, 256, 2, 1, 2), "bfloat16"),
     "wgrad, short tiles": functools.partial(contracting, WgradConfig(128, 128, 3, 2, 2), "bfloat16"),
     "wgrad, one consumer": functools.partial(contracting, WgradConfig(64, 128, 3, 2, 2), "float32"),
