@@ -38,7 +38,7 @@ from moe_jax.nn._moe_block import without_padding_in_gradients
 from moe_jax.parallel import ParallelConfig
 from moe_jax.parallel._explicit import gathered, in_auto_axes, lies_on_explicit_axes
 from moe_jax.quantization import Scheme
-from pallas_kernels.add_and_norm import ROUTED_TOKENS
+from pallas_kernels.add_and_norm import most_routed
 from pallas_kernels.combine import RoutedRows
 
 
@@ -116,7 +116,8 @@ class DecoderLayer(nnx.Module):
         block, parts = self.mlp, None
         if type(block) is not MoEBlock or type(block.experts) is not FusedMoE or block.shared_experts is not None:
             return None
-        is_few = normal.size <= ROUTED_TOKENS * normal.shape[-1]
+        hidden = normal.shape[-1]
+        is_few = normal.size <= most_routed(block.experts.config.top_k, hidden) * hidden
         is_combined = not is_few or self.is_post_norm or self.residual_multiplier != 1
         router: Any = block.router
         of_router: Any = logits
@@ -131,8 +132,6 @@ class DecoderLayer(nnx.Module):
                 return None
             tokens = normal if token_mask is None else without_padding_in_gradients(normal, token_mask)
             of_router, parts = block.logits_and_parts(tokens)
-        elif self.residual_multiplier != 1:
-            return None
         found = block.experts.routed_rows(normal, of_router, token_mask, router_parts=parts, is_combined=is_combined)
         if found is None:
             return None

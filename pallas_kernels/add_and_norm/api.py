@@ -38,8 +38,8 @@ def add_and_norm(
         addend: (T, H), of the same dtype; or the partial sums of a product, (P, R, H) of the same dtype or float32,
             which are added in their order. Of their R >= T rows those past T are not read. Or the rows of the tokens'
             experts, of the same dtype or float32, whose weighted sum is added as ``combine`` makes it, but not rounded
-            in between; the Hopper kernel takes those of up to ``ROUTED_TOKENS`` tokens, long ones of up to
-            ``FEW_TOKENS``. None for zeros: then x is returned as it is.
+            in between; the Hopper kernel takes those of up to ``most_routed`` tokens. None for zeros: then x is
+            returned as it is.
         bias: (H,) float, of the product that addend is; None for zeros.
         router: (E, H) of x's dtype, then the last result is norm router^T + router_bias, (T, E) float32, summed in
             float32; None for no such result. The Hopper kernel takes up to ``FEW_TOKENS`` tokens, not quantized.

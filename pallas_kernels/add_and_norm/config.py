@@ -9,9 +9,7 @@ from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, Permu
 QUANTIZATIONS = ("none", *WITH_SCALES)
 MOST_COLUMNS = 8192  # of a row, which a warpgroup holds at once: 64 values a thread
 FEW_TOKENS = 4  # up to here a CTA multiplies with a router: more is others' work
-# Up to here it adds up the rows of experts, if each token's are at most so many numbers: others take a launch with more
-# CTAs. Of up to FEW_TOKENS tokens it adds up any.
-ROUTED_TOKENS, _MOST_ROUTED = 64, 16384
+_ROUTED_TOKENS, _MOST_ROUTED = 64, 16384  # of ``most_routed``
 _MOST_WEIGHTS = 16384  # of a router, which a warpgroup holds at once: 64 registers a thread
 
 
@@ -61,6 +59,12 @@ class AddNormConfig:
     experts: int = 0
 
 
+def most_routed(top_k: int, width: int) -> int:
+    """Tokens whose rows of experts, ``top_k`` of ``width`` numbers each, a launch adds up: with more, or with longer
+    rows of more than FEW_TOKENS, a launch of more CTAs than tokens does that."""
+    return _ROUTED_TOKENS if top_k * width <= _MOST_ROUTED else FEW_TOKENS
+
+
 def config_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
     """Why the Hopper kernel cannot run ``desc``, or None when it can."""
     if desc.dtype not in ("bfloat16", "float16"):
@@ -69,7 +73,7 @@ def config_error(desc: AddNormDesc, config: AddNormConfig) -> str | None:
         return f"parts of {desc.part_dtype}; there are {desc.dtype} and float32"
     if desc.shared_dtype not in (None, "bfloat16", "float16", "float32"):
         return f"shared: {desc.shared_dtype}; there are bfloat16, float16 and float32"
-    most = ROUTED_TOKENS if desc.top_k * desc.width <= _MOST_ROUTED else FEW_TOKENS
+    most = most_routed(desc.top_k, desc.width)
     if desc.top_k and desc.num_tokens > most:
         return f"{desc.top_k} rows of experts, H={desc.width}, of T={desc.num_tokens} tokens: up to {most}"
     if not vector_length(desc.width, 2) or desc.width > MOST_COLUMNS:

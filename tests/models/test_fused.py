@@ -211,8 +211,9 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
 def test_tokens_of_many_rows(case, calls, monkeypatch, is_masked, most):
     """A router of its own, in front of kernels that run a whole layer: nothing zeroes masked tokens, and the next norm
     adds up the rows of at most so many. Logits, statistics and gradients are XLA's."""
-    monkeypatch.setattr(moe_jax.models._decoder, "ROUTED_TOKENS", most)
-    directory = case("qwen3").directory
+    directory, config = case("qwen3").directory, case("qwen3").model.config
+    of_rows = {(config.top_k, config.hidden_size): most}
+    monkeypatch.setattr(moe_jax.models._decoder, "most_routed", lambda top_k, width: of_rows[top_k, width])
     mask = np.arange(4) >= ([[1], [3]] if is_masked else [[0], [0]])
     given = dict(attention_mask=mask) if is_masked else {}
     ids = jnp.arange(8).reshape(2, 4)

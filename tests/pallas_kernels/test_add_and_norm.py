@@ -11,12 +11,12 @@ import pytest
 
 from pallas_kernels.add_and_norm import (
     FEW_TOKENS,
-    ROUTED_TOKENS,
     AddNormConfig,
     AddNormDesc,
     add_and_norm,
     choose_config,
     config_error,
+    most_routed,
 )
 from pallas_kernels.combine import RoutedRows, combine
 from pallas_kernels.quantize_and_permute import quantize_and_permute
@@ -243,12 +243,13 @@ def test_config_error():
     of_parts = AddNormDesc(4, 128, "bfloat16", 2, EPS, "float16")
     assert "parts of float16" in config_error(of_parts, AddNormConfig(1))
     of_experts = functools.partial(AddNormDesc, width=128, dtype="bfloat16", num_parts=0, eps=EPS, top_k=2)
-    assert config_error(of_experts(ROUTED_TOKENS), AddNormConfig(1)) is None
+    assert config_error(of_experts(64), AddNormConfig(1)) is None
     assert "2 rows of experts, H=128, of T=65 tokens: up to 64" in config_error(of_experts(65), AddNormConfig(1))
     of_many = dict(width=2048, top_k=8)
     assert config_error(of_experts(64, **of_many), AddNormConfig(1)) is None
     assert config_error(of_experts(FEW_TOKENS, **of_many | dict(width=7168)), AddNormConfig(1)) is None
     assert "of T=5 tokens: up to 4" in config_error(of_experts(5, **of_many | dict(width=7168)), AddNormConfig(1))
+    assert [most_routed(8, 2048), most_routed(8, 2056), most_routed(2, 8192)] == [64, 4, 64]
     assert "shared: int8" in config_error(of_experts(1, shared_dtype="int8"), AddNormConfig(1))
     assert "float32" in config_error(AddNormDesc(4, 128, "float32", True, EPS), AddNormConfig(1))
     assert "at least 1" in config_error(AddNormDesc(4, 128, "float16", True, EPS), AddNormConfig(0))
