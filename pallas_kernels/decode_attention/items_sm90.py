@@ -63,22 +63,27 @@ def splits_of(desc: DecodeDesc, config: DecodeConfig, first: Any, end: Any) -> t
 
 
 class Items:
-    """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other."""
+    """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other.
+
+    The last split comes first. It is the one that has few slots, and what it takes besides loading them passes while the
+    slots of whole splits arrive; behind these nothing would arrive any more.
+    """
 
     def __init__(
         self, desc: DecodeDesc, config: DecodeConfig, cta: Scalar, starts: Ref, lengths: Ref, first_slots: Ref
     ):
         self._desc, self._config, self._cta = desc, config, cta
         self._starts, self._lengths, self._first_slots = starts, lengths, first_slots
-        tiles = config.all_tiles(desc)
-        total = tiles * _used_splits(desc, config, starts, lengths, first_slots)
+        self._splits = _used_splits(desc, config, starts, lengths, first_slots)
+        total = config.all_tiles(desc) * self._splits
         self._count = lax.div(total - cta + (config.num_ctas - 1), jnp.int32(config.num_ctas))
 
     def _item(self, t: Scalar) -> Item:
         desc, config = self._desc, self._config
         tiles, splits, block_kv = config.all_tiles(desc), config.num_splits(desc), config.block_kv
         index = self._cta + t * config.num_ctas
-        split, tile = lax.div(index, jnp.int32(tiles)), lax.rem(index, jnp.int32(tiles))
+        tile = lax.rem(index, jnp.int32(tiles))
+        split = self._splits - 1 - lax.div(index, jnp.int32(tiles))
         own = jnp.int32(config.num_tiles(desc))
         pair, column = lax.div(tile, own), pl.multiple_of(lax.rem(tile, own) * config.columns, config.columns)
         row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
