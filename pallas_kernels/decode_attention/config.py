@@ -72,8 +72,8 @@ class DecodeConfig:
         doubles_at: a row that sees more slots than one of these has splits twice as long, for each of them.
         joins_rest: slots behind the last whole split, if they are fewer than half of one, belong to it.
         block_kv: slots of one step, a divisor of split.
-        num_stages: steps of keys and values in shared memory, as they are in the cache.
-        num_ctas: persistent CTAs.
+        num_stages: stages of keys and values in shared memory, as they are in the cache, of ``stage_slots`` each.
+        num_ctas: persistent CTAs, one or two an SM.
         swap_ab: keys are the rows of the products; else queries are, 64 of a tile, for MLA's latents alone.
     """
 
@@ -105,16 +105,21 @@ class DecodeConfig:
         return desc.batch * desc.num_kv_heads * self.num_tiles(desc)
 
 
+def stage_slots(desc: DecodeDesc, config: DecodeConfig) -> int:
+    """Slots that are loaded, and handed back, together: 64 of a step; of e4m3 codes a whole step."""
+    return config.block_kv if desc.is_e4m3 else 64
+
+
 def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
     """Shared memory of a CTA."""
-    columns, block = config.columns, config.block_kv
+    columns, block = config.columns, stage_slots(desc, config)
     both = desc.width + (0 if desc.is_latent else desc.value_width)
     stored = "float8_e4m3fn" if desc.is_e4m3 else desc.dtype
     shapes = [
         ((config.query_stages, columns, desc.width), desc.dtype),
         ((config.num_stages, block, both), stored),
         ((WIDE_STAGES if desc.is_e4m3 else 0, block, both), desc.dtype),
-        ((columns, block), desc.dtype),
+        ((columns, config.block_kv), desc.dtype),
     ]
     barriers = _BARRIERS if config.swap_ab else _BARRIERS_OF_ROWS
     return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + barriers
@@ -148,8 +153,8 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     if config.swap_ab and is_wide:
         widths = f"width={desc.width}, value_width={desc.value_width}"
         return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
-    if config.num_stages < 1 or config.num_ctas < 1:
-        return f"{config}: at least one stage and one CTA"
+    if config.num_stages * stage_slots(desc, config) < config.block_kv or config.num_ctas < 1:
+        return f"{config}: at least the stages of a step, and one CTA"
     sums = config.all_tiles(desc) * config.num_splits(desc) * config.columns * desc.value_width
     if sums >= 1 << 31:
         return f"{config.num_splits(desc)} splits of {desc.batch} rows: {sums} sums, which are counted in 31 bits"
@@ -183,11 +188,13 @@ def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeForm:
-    """What ``choose_config`` is told: CTAs an SM, and fields of ``DecodeConfig``. Wide heads have smaller steps."""
+    """What ``choose_config`` is told: fields of ``DecodeConfig``, and CTAs an SM, None for two where they fit and have
+    items. Wide heads have smaller steps.
+    """
 
     split: int = 256
     block_kv: int = 128
-    ctas_per_sm: int = 1
+    ctas_per_sm: int | None = None
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = (2048, 12288)
     joins_rest: bool = False
@@ -220,13 +227,20 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     block_kv = form.block_kv if fits else 64
     config = DecodeConfig(columns, form.split, block_kv, 1, 1, True, form.doubles_at, form.joins_rest)
     items = config.all_tiles(desc) * config.num_splits(desc)
-    config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * form.ctas_per_sm, items)))
-    for stages in range(2, 13):
+    ctas_per_sm = form.ctas_per_sm or (2 if _fits_twice(desc, config) and items > num_sms else 1)
+    config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * ctas_per_sm, items)))
+    for stages in range(1, 13):
         wider = dataclasses.replace(config, num_stages=stages)
-        fits = (shared_bytes(desc, wider) + RESERVED_BYTES) * form.ctas_per_sm <= SM_BYTES
+        fits = (shared_bytes(desc, wider) + RESERVED_BYTES) * ctas_per_sm <= SM_BYTES
         if fits and config_error(desc, wider) is None:
             config = wider
     return config
+
+
+def _fits_twice(desc: DecodeDesc, config: DecodeConfig) -> bool:
+    """Whether ptxas gives a thread so few registers that an SM has those of two CTAs."""
+    is_narrow = config.columns == 8 and max(desc.width, desc.value_width) <= 128
+    return is_narrow and desc.num_queries == 1 and not desc.is_e4m3
 
 
 def _latents_form(desc: DecodeDesc) -> DecodeForm:

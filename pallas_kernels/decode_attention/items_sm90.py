@@ -65,7 +65,7 @@ def splits_of(desc: DecodeDesc, config: DecodeConfig, first: Any, end: Any) -> t
 class Items:
     """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other.
 
-    The last split comes first. It is the one that has few slots, and what it takes besides loading them passes while the
+    The last split comes first. It may have few slots, and what it takes besides loading them passes while the
     slots of whole splits arrive; behind these nothing would arrive any more.
     """
 

@@ -4,12 +4,15 @@ A work item is one split of the cache of one key head of one row: ``split`` slot
 steps of block_kv. Products are transposed: keys are the rows of wgmma, the queries of the key head's heads its columns,
 so few heads fill it. What has no slot in use is not loaded: steps, and pieces of COPIED slots of the others.
 
-    producer      for each item: queries, then for each step: keys, values
+    producer      for each item: queries, then for each stage of each step: keys, values
     consumer      for each item, for each step
-                      S^T = K Q^T, masked
+                      S^T = K Q^T, masked; keys handed back
                       m = max(m, S), P = exp2(S - m), l = l exp2(m before - m) + P -> P in shared memory
-                      O^T = O^T exp2(m before - m) + V^T P^T
+                      O^T = O^T exp2(m before - m) + V^T P^T; values handed back
                   after the last step: O, m, l -> partial sums of the item
+
+Keys and values have a ring each, whose stages hold 64 slots. So two CTAs fit in an SM, and one loads while the other
+multiplies; a step, which is part of a row's bits, may have 128 slots all the same.
 
 wgmma knows no product of 16-bit numbers and e4m3. Of a cache in e4m3 the producer loads the codes into a ring of their
 own, and a third warpgroup writes them as 16-bit numbers into the ring that the consumer reads. The scale of keys goes
@@ -36,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
-from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc
+from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc, stage_slots
 from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
 from pallas_kernels.decode_attention.widen_sm90 import widen_tile
 
@@ -61,24 +64,26 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
     tiled = mosaic.tiled(dtype, 128)
     items, stages = config.all_tiles(desc) * config.num_splits(desc), _stages(desc, config)
-    copies = block // COPIED  # of the keys of a step
+    held = stage_slots(desc, config)
+    copies = held // COPIED  # of the keys of a stage
     scratch: dict[str, Any] = dict(
         q=plgpu.SMEM((2, columns, desc.width), dtype, transforms=tiled),
-        k=plgpu.SMEM((stages, block, desc.width), dtype, transforms=tiled),
+        k=plgpu.SMEM((stages, held, desc.width), dtype, transforms=tiled),
         weights=plgpu.SMEM((columns, block), dtype, transforms=tiled),
         q_full=plgpu.Barrier(num_barriers=2),
         q_empty=plgpu.Barrier(num_barriers=2),
         k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies),
-        empty=plgpu.Barrier(num_barriers=stages),
+        k_empty=plgpu.Barrier(num_barriers=stages),
     )
     if not desc.is_latent:
-        scratch["v"] = plgpu.SMEM((stages, block, desc.value_width), dtype, transforms=tiled)
+        scratch["v"] = plgpu.SMEM((stages, held, desc.value_width), dtype, transforms=tiled)
         scratch["v_full"] = plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies)
+        scratch["v_empty"] = plgpu.Barrier(num_barriers=stages)
     if desc.is_e4m3:
         for name, width in (("k", desc.width), ("v", desc.value_width)):
-            scratch[f"codes_{name}"] = plgpu.SMEM((config.num_stages, block, width), jnp.float8_e4m3fn)
+            scratch[f"codes_{name}"] = plgpu.SMEM((config.num_stages, held, width), jnp.float8_e4m3fn)
             scratch[f"codes_{name}_full"] = plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=copies)
-        scratch["codes_empty"] = plgpu.Barrier(num_barriers=config.num_stages)
+            scratch[f"codes_{name}_empty"] = plgpu.Barrier(num_barriers=config.num_stages)
     sums = jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32)
     stats = jax.ShapeDtypeStruct((items, columns), jnp.float32)
     return plgpu.kernel(
@@ -95,7 +100,7 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
 
 
 def _stages(desc: DecodeDesc, config: DecodeConfig) -> int:
-    """Of the ring that the consumer reads."""
+    """Of the rings that the consumer reads."""
     return WIDE_STAGES if desc.is_e4m3 else config.num_stages
 
 
@@ -109,18 +114,23 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     s = scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
     block_kv, stages, num_columns = config.block_kv, config.num_stages, desc.num_slots // PAGE_SLOTS
-    from_cache = "codes_" if desc.is_e4m3 else ""  # of the ring that the producer fills
+    held = stage_slots(desc, config)
+    parts_of_step = range(block_kv // held)
+    from_cache = "codes_" if desc.is_e4m3 else ""  # of the rings that the producer fills
+    cached = [("k", k)] if v is None else [("k", k), ("v", v)]
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
     work = Items(desc, config, cta, starts, lengths, first_slots)
 
-    def stage_of(step: Scalar) -> Scalar:
-        """Of the consumer's ring."""
-        return lax.rem(step, jnp.int32(_stages(desc, config)))
+    def stages_of(step: Scalar) -> list[Scalar]:
+        """Of the consumer's rings, those that a step takes."""
+        size = jnp.int32(_stages(desc, config))
+        return [lax.rem(step * len(parts_of_step) + part, size) for part in parts_of_step]
 
-    def load(cached: TileRef, item: Item, step: Any, memory: TileRef, full: TileRef) -> None:
-        """What the memory held before stays in pieces outside of the row: keys are masked, values cleared."""
-        for first in range(0, block_kv, COPIED):
-            slot = pl.multiple_of(step * block_kv + first, COPIED)
+    def load(cached: TileRef, item: Item, begin: Any, memory: TileRef, full: TileRef) -> None:
+        """The slots of a stage from ``begin`` on. What the memory held before stays in pieces outside of the row: keys
+        are masked, values cleared."""
+        for first in range(0, held, COPIED):
+            slot = pl.multiple_of(begin + first, COPIED)
             if pages is None:
                 source = cached.at[item.row, item.head, pl.ds(slot, COPIED)]
             else:
@@ -143,20 +153,17 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         queries = q.at[item.row, item.head, pl.ds(item.column, config.columns)]
         plgpu.copy_gmem_to_smem(queries, s["q"].at[place], s["q_full"].at[place])
 
-        def one_step(i, _):
-            stage = lax.rem(steps + i, jnp.int32(stages))
+        before = steps * len(parts_of_step)
 
-            @pl.when(steps + i >= stages)
-            def _():
-                plgpu.barrier_wait(s[f"{from_cache}empty"].at[stage])
-
-            for name, cached in (("k", k), ("v", v)):
-                if cached is not None:
-                    memory, full = (s[f"{from_cache}{name}{end}"].at[stage] for end in ("", "_full"))
-                    load(cached, item, item.first_step + i, memory, full)
+        def one_stage(i, _):
+            stage = lax.rem(before + i, jnp.int32(stages))
+            for name, source in cached:
+                memory, full, empty = (s[f"{from_cache}{name}{end}"].at[stage] for end in ("", "_full", "_empty"))
+                pl.when(before + i >= stages)(functools.partial(plgpu.barrier_wait, empty))
+                load(source, item, item.first_step * block_kv + i * held, memory, full)
             return 0
 
-        lax.fori_loop(0, item.num_steps, one_step, 0)
+        lax.fori_loop(0, item.num_steps * len(parts_of_step), one_stage, 0)
 
     def drain(barriers: str, size: int, count: Scalar) -> None:
         """Leave no completed phase unobserved."""
@@ -171,67 +178,78 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         del items
 
         def one_step(i, _):
-            stage, codes = stage_of(steps + i), lax.rem(steps + i, jnp.int32(stages))
-
-            @pl.when(steps + i >= WIDE_STAGES)
-            def _():
-                plgpu.barrier_wait(s["empty"].at[stage])
-
-            for name in ("k", "v"):
+            (stage,), codes = stages_of(steps + i), lax.rem(steps + i, jnp.int32(stages))
+            for name, _ in cached:
+                wait = functools.partial(plgpu.barrier_wait, s[f"{name}_empty"].at[stage])
+                pl.when(steps + i >= WIDE_STAGES)(wait)
                 plgpu.barrier_wait(s[f"codes_{name}_full"].at[codes])
                 widen_tile(s[f"codes_{name}"].at[codes], s[name].at[stage])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s[f"{name}_full"].at[stage])
-            mosaic.release(s["codes_empty"].at[codes])
+                mosaic.release(s[f"codes_{name}_empty"].at[codes])
             return 0
 
         lax.fori_loop(0, item.num_steps, one_step, 0)
 
     def consume(item: Item, items: Scalar, steps: Scalar) -> None:
-        place, shape = lax.rem(items, jnp.int32(2)), (block_kv, config.columns)
+        place, shape = lax.rem(items, jnp.int32(2)), (held, config.columns)
         plgpu.barrier_wait(s["q_full"].at[place])
         factor = jnp.float32(desc.scale * LOG2_E)
         factor = factor if scales is None else factor * scales[0]
 
-        def multiply(left: TileRef, right: TileRef) -> Value:
-            """left right^T, waited for; left (rows, K) or its transposed view, right (C, K)."""
+        def multiply(*groups: list[tuple[TileRef, TileRef]]) -> list[Value]:
+            """Of each group the sum of left right^T, all waited for; left (rows, K) or its transposed view, right
+            (C, K)."""
 
-            def scope(accumulator):
-                plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
-                return accumulator[...]
+            def scope(*accumulators):
+                for accumulator, products in zip(accumulators, groups, strict=True):
+                    for left, right in products:
+                        plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
+                return [accumulator[...] for accumulator in accumulators]
 
-            return pl.run_scoped(scope, mosaic.Accumulator((left.shape[0], config.columns), jnp.float32))
-
-        def values_of(stage: Scalar) -> TileRef:
-            if desc.is_latent:
-                return s["k"].at[stage, :, pl.ds(0, desc.value_width)]
-            plgpu.barrier_wait(s["v_full"].at[stage])
-            return s["v"].at[stage]
+            kinds = [mosaic.Accumulator((group[0][0].shape[0], config.columns), jnp.float32) for group in groups]
+            return pl.run_scoped(scope, *kinds)
 
         def one_step(i, carry):
             sums, top, total = carry
-            stage, first_slot = stage_of(steps + i), (item.first_step + i) * block_kv
-            plgpu.barrier_wait(s["k_full"].at[stage])
-            scores = multiply(s["k"].at[stage], s["q"].at[place]) * factor
-            scores = _masked(desc, item, first_slot, scores)
-            new_top = lax.max(top, jnp.max(scores, axis=0))
-            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, shape, [1]))
+            taken, first_slot = stages_of(steps + i), (item.first_step + i) * block_kv
+            first_slots = [first_slot + part * held for part in parts_of_step]
+            for stage in taken:
+                plgpu.barrier_wait(s["k_full"].at[stage])
+            scores = multiply(*([(s["k"].at[stage], s["q"].at[place])] for stage in taken))
+            if v is not None:
+                for stage in taken:
+                    plgpu.barrier_arrive(s["k_empty"].at[stage])
+            scores = [
+                _masked(desc, item, first, value * factor) for first, value in zip(first_slots, scores, strict=True)
+            ]
+            new_top = lax.max(top, jnp.max(functools.reduce(lax.max, scores), axis=0))
+            weights = [jnp.exp2(value - lax.broadcast_in_dim(new_top, shape, [1])) for value in scores]
             shrink = jnp.exp2(top - new_top)
-            rounded = plgpu.layout_cast(weights.astype(desc.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            s["weights"].transpose((1, 0))[...] = rounded
+            for part, value in zip(parts_of_step, weights, strict=True):
+                rounded = plgpu.layout_cast(value.astype(desc.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                s["weights"].at[:, pl.ds(part * held, held)].transpose((1, 0))[...] = rounded
             plgpu.commit_smem()
-            total = total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
-            values = values_of(stage)
-
-            @pl.when((first_slot < item.start) | (first_slot + block_kv > item.length))
-            def _():
-                _clear(values, item.start - first_slot, item.length - first_slot)
-
+            total = total * lax.broadcast_in_dim(shrink, shape, [1]) + functools.reduce(jnp.add, weights)
+            values = []
+            for stage, first in zip(taken, first_slots, strict=True):
+                if v is None:
+                    values.append(s["k"].at[stage, :, pl.ds(0, desc.value_width)])
+                else:
+                    plgpu.barrier_wait(s["v_full"].at[stage])
+                    values.append(s["v"].at[stage])
+                is_cut = (first < item.start) | (first + held > item.length)
+                pl.when(is_cut)(functools.partial(_clear, values[-1], item.start - first, item.length - first))
             added = []
             for (first, size), own in zip(parts, sums, strict=True):
-                more = multiply(values.at[:, pl.ds(first, size)].transpose((1, 0)), s["weights"])
+                products = [
+                    (value.at[:, pl.ds(first, size)].transpose((1, 0)), s["weights"].at[:, pl.ds(part * held, held)])
+                    for part, value in zip(parts_of_step, values, strict=True)
+                ]
+                (more,) = multiply(products)
                 added.append(own * lax.broadcast_in_dim(shrink, own.shape, [1]) + more)
-            plgpu.barrier_arrive(s["empty"].at[stage])
+            for stage in taken:
+                plgpu.barrier_arrive(s["k_empty" if v is None else "v_empty"].at[stage])
             return tuple(added), new_top, total
 
         carry = (
@@ -253,14 +271,16 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
         def _():
             plgpu.set_max_registers(REGISTERS[2], action="increase")
             _, steps = work.for_each(convert)
-            drain("empty", WIDE_STAGES, steps)
+            for name, _ in cached:
+                drain(f"{name}_empty", WIDE_STAGES, steps)
 
     @pl.when(warpgroup == 1)
     def _():
         if desc.is_e4m3:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
         items, steps = work.for_each(produce)
-        drain(f"{from_cache}empty", stages, steps)
+        for name, _ in cached:
+            drain(f"{from_cache}{name}_empty", stages, steps * len(parts_of_step))
         drain("q_empty", 2, items)
 
     @pl.when(warpgroup == 0)

@@ -29,7 +29,7 @@ from pallas_kernels.decode_attention import (
     widen_sm90,
 )
 from pallas_kernels.decode_attention.api import queries_in_columns
-from pallas_kernels.decode_attention.config import E4M3_WIDTHS, FEW, DecodeForm, choose_config, shared_bytes
+from pallas_kernels.decode_attention.config import E4M3_WIDTHS, DecodeForm, choose_config, shared_bytes
 from pallas_kernels.quantize_and_permute import by_thread_sm90, quantize_and_permute
 from tests.support.kernels import warpgroups
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, combine_case, decode_cases, decode_desc
@@ -200,8 +200,8 @@ def test_config_error():
     for options, why in (
         (dict(block_kv=96), "block_kv=96"),
         (dict(split=192), "split=192: a multiple of block_kv=128"),
-        (dict(num_stages=4), "bytes of shared memory"),
-        (dict(num_stages=0), "at least one stage"),
+        (dict(num_stages=7), "bytes of shared memory"),
+        (dict(num_stages=1), "at least the stages of a step"),
         (dict(columns=12), "columns=12"),
         (dict(columns=64, num_stages=1), "columns=64: too many registers"),
     ):
@@ -232,7 +232,11 @@ def test_choice_fits():
             config = choose_config(desc, SMS)
             assert config_error(desc, config) is None
             items = batch * 2 * config.num_splits(desc)
-            assert config.num_ctas == min(SMS * FEW.ctas_per_sm, items)
+            ctas_per_sm = 2 if max(widths) <= 128 and items > SMS else 1
+            assert config.num_ctas == min(SMS * ctas_per_sm, items)
+            assert ctas_per_sm * shared_bytes(desc, config) <= 228 * 1024
+            deeper = dataclasses.replace(config, num_stages=config.num_stages + 1)
+            assert ctas_per_sm * shared_bytes(desc, deeper) > 227 * 1024 or config.num_stages == 12
             pair = choose_config(desc, SMS, DecodeForm(block_kv=64, ctas_per_sm=2))
             assert pair.num_ctas == min(2 * SMS, items)
             assert 2 * shared_bytes(desc, pair) <= 228 * 1024 or pair.num_stages == 1

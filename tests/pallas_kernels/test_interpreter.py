@@ -409,7 +409,7 @@ def _widened(source: Any, target: Any) -> None:
 _LATENT: dict[str, Any] = dict(width=192, value_width=128, num_heads=12, num_kv_heads=1, scale=0.05, is_latent=True)
 _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "one query": ({}, DecodeConfig(8, 128, 64, 2, 3)),
-    "window, three queries": (dict(window=40, num_queries=3, value_width=128), DecodeConfig(8, 128, 128, 1, 2)),
+    "window, three queries": (dict(window=40, num_queries=3, value_width=128), DecodeConfig(8, 128, 128, 3, 2)),
     "256, five heads": (dict(width=256, value_width=256, num_heads=10), DecodeConfig(8, 256, 64, 1, 5)),
     "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2)),
     "pages": (dict(num_slots=320, num_pages=11), DecodeConfig(8, 128, 128, 2, 2)),

@@ -57,6 +57,13 @@ def test_no_spills(kernels):
     assert not failing(kernels, spills)
 
 
+def test_two_ctas_share_an_sm(kernels):
+    def is_wrong(k):
+        return "two CTAs an SM" in k["name"] and 2 * k["threads"] * -(-k["registers"] // 8) * 8 > REGISTERS
+
+    assert not failing(kernels, is_wrong)
+
+
 def test_nothing_is_serialized_or_ignored(kernels):
     assert not failing(kernels, lambda k: k["serialized"] or set(k["notes"]) - HARMLESS)
 

@@ -94,13 +94,16 @@ def decode_cases() -> Iterator[Case]:
                 desc = decode_desc(*widths, dtype, **options)
                 if name != "sinks":
                     yield decode_case(name, desc, choose_config(desc, SMS))
+        desc = decode_desc(*widths, batch=64)
+        if max(widths) <= 128:
+            yield decode_case("two CTAs an SM", desc, choose_config(desc, SMS))
         desc = decode_desc(*widths, num_queries=3, window=150, has_sinks=True)
         if widths[0] == widths[1]:
             yield combine_case("three queries, window, sinks", desc, choose_config(desc, SMS))
             many = decode_desc(*widths, num_slots=70_000)
             yield combine_case("many slots", many, choose_config(many, SMS))
         for columns, block_kv in ((8, 64), (8, 128), (32, 64), (32, 128)):
-            other = DecodeConfig(columns, 512, block_kv, 1, SMS)
+            other = DecodeConfig(columns, 512, block_kv, 2, SMS)
             if config_error(desc, other) is None:
                 yield decode_case(f"{columns} columns", desc, other)
     for width in E4M3_WIDTHS:
