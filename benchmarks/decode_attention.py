@@ -70,15 +70,16 @@ def _of(name: str, batch: int, tokens: int, shape: tuple[int, ...], **options: A
 
 
 QWEN, GPT, MLA = (32, 4, 128, 128), (64, 8, 64, 64), (128, 1, 576, 512)
+ONE = dataclasses.replace(FEW, ctas_per_sm=1)
 TWO = dataclasses.replace(FEW, block_kv=64, ctas_per_sm=2)
 LONG = dataclasses.replace(FEW, doubles_at=(2048, 6144))
 CELLS: list[tuple[Cell, tuple[Way, ...]]] = [
-    *[(_of("qwen3", batch, 1024, QWEN), (None, TWO, "XLA")) for batch in (1, 16, 64, 256)],
-    *[(_of("qwen3", batch, 8192, QWEN), (None, TWO, LONG, "XLA")) for batch in (1, 16, 64)],
-    (_of("qwen3", 1, 32768, QWEN), (None, TWO, "XLA")),
-    (_of("gpt-oss sinks", 64, 1024, GPT, has_sinks=True), (None, TWO, "XLA")),
-    (_of("gpt-oss window 128", 64, 8192, GPT, has_sinks=True, window=128), (None, TWO)),
-    (_of("mixtral", 64, 1024, (32, 8, 128, 128)), (None, TWO)),
+    *[(_of("qwen3", batch, 1024, QWEN), (None, ONE, TWO, "XLA")) for batch in (1, 16, 64, 256)],
+    *[(_of("qwen3", batch, 8192, QWEN), (None, ONE, TWO, LONG, "XLA")) for batch in (1, 16, 64)],
+    (_of("qwen3", 1, 32768, QWEN), (None, ONE, TWO, "XLA")),
+    (_of("gpt-oss sinks", 64, 1024, GPT, has_sinks=True), (None, ONE, TWO, "XLA")),
+    (_of("gpt-oss window 128", 64, 8192, GPT, has_sinks=True, window=128), (None, ONE, TWO)),
+    (_of("mixtral", 64, 1024, (32, 8, 128, 128)), (None, ONE, TWO)),
     *[(_of("mla", batch, 1024, MLA), (None, FEW, MANY_LATENTS)) for batch in (1, 4, 16)],
     *[(_of("mla", 64, tokens, MLA), (None, MANY_LATENTS)) for tokens in (1024, 8192)],
     (_of("mla", 16, 8192, MLA), (None, FULL_LATENTS)),
