@@ -158,6 +158,7 @@ class TestFinetune:
         inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
         subprocess.run(command, env=inherited | env, check=True, stdout=subprocess.DEVNULL)
 
+    @pytest.mark.slow
     def test_the_next_command_compiles_nothing(self, tiny, tmp_path):
         """What it compiled anew might sum in another order on a GPU."""
         quickly = dict(JAX_DISABLE_MOST_OPTIMIZATIONS="true")

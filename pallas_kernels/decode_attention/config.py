@@ -153,11 +153,11 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     if config.swap_ab and is_wide:
         widths = f"width={desc.width}, value_width={desc.value_width}"
         return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
-    if config.num_stages * stage_slots(desc, config) < config.block_kv or config.num_ctas < 1:
-        return f"{config}: at least the stages of a step, and one CTA"
     sums = config.all_tiles(desc) * config.num_splits(desc) * config.columns * desc.value_width
     if sums >= 1 << 31:
         return f"{config.num_splits(desc)} splits of {desc.batch} rows: {sums} sums, which are counted in 31 bits"
+    if config.num_stages * stage_slots(desc, config) < config.block_kv or config.num_ctas < 1:
+        return f"{config}: at least the stages of a step, and one CTA"
     if (size := shared_bytes(desc, config)) > SMEM_BYTES:
         return f"{size} bytes of shared memory, there are {SMEM_BYTES}"
     return None
@@ -188,8 +188,8 @@ def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeForm:
-    """What ``choose_config`` is told: fields of ``DecodeConfig``, and CTAs an SM, None for two where they fit and have
-    items. Wide heads have smaller steps.
+    """What ``choose_config`` is told: fields of ``DecodeConfig``, and CTAs an SM, None for two where they fit and a
+    batch that fills its cache has more items than SMs. Wide heads have smaller steps.
     """
 
     split: int = 256
@@ -227,7 +227,7 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     block_kv = form.block_kv if fits else 64
     config = DecodeConfig(columns, form.split, block_kv, 1, 1, True, form.doubles_at, form.joins_rest)
     items = config.all_tiles(desc) * config.num_splits(desc)
-    ctas_per_sm = form.ctas_per_sm or (2 if _fits_twice(desc, config) and items > num_sms else 1)
+    ctas_per_sm = form.ctas_per_sm or (2 if _fits_twice(desc, config) and _most_items(desc, config) > num_sms else 1)
     config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * ctas_per_sm, items)))
     for stages in range(1, 13):
         wider = dataclasses.replace(config, num_stages=stages)
@@ -235,6 +235,14 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
         if fits and config_error(desc, wider) is None:
             config = wider
     return config
+
+
+def _most_items(desc: DecodeDesc, config: DecodeConfig) -> int:
+    """Of rows that fill their cache."""
+    most = min(desc.num_slots, desc.num_slots if desc.window is None else desc.window + desc.num_queries - 1)
+    size = config.split << sum(most > bound for bound in config.doubles_at)
+    splits = -(-most // size) + (desc.window is not None)  # a window may begin inside of a split
+    return config.all_tiles(desc) * min(splits, config.num_splits(desc))
 
 
 def _fits_twice(desc: DecodeDesc, config: DecodeConfig) -> bool:

@@ -11,12 +11,12 @@ so few heads fill it. What has no slot in use is not loaded: steps, and pieces o
                       O^T = O^T exp2(m before - m) + V^T P^T; values handed back
                   after the last step: O, m, l -> partial sums of the item
 
-Keys and values have a ring each, whose stages hold 64 slots. So two CTAs fit in an SM, and one loads while the other
-multiplies; a step, which is part of a row's bits, may have 128 slots all the same.
+Keys and values have a ring each, whose stages hold 64 slots. So two CTAs may fit in an SM, and one loads while the
+other multiplies; a step, which is part of a row's bits, has 128 slots all the same.
 
-wgmma knows no product of 16-bit numbers and e4m3. Of a cache in e4m3 the producer loads the codes into a ring of their
-own, and a third warpgroup writes them as 16-bit numbers into the ring that the consumer reads. The scale of keys goes
-into that of the scores, the one of values into the output.
+wgmma knows no product of 16-bit numbers and e4m3. Of a cache in e4m3 the producer loads the codes into rings of their
+own, a step in each stage, and a third warpgroup writes them as 16-bit numbers into the rings that the consumer reads.
+The scale of keys goes into that of the scores, the one of values into the output.
 
 A second launch adds the partial sums of a tile's splits, in their order (combine_sm90.py). A split's slots do not
 depend on the batch, so neither do the bits of a token.
@@ -296,7 +296,7 @@ def zeros(shape: tuple[int, int]) -> Value:
 
 
 def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:
-    """Zero the rows of a step's values outside [begin, end): they may hold anything, and 0 * NaN is NaN."""
+    """Zero the rows of a stage's values outside [begin, end): they may hold anything, and 0 * NaN is NaN."""
     rows, width = values.shape
     for first, column in itertools.product(range(0, rows, 64), range(0, width, 64)):
         part = values.at[pl.ds(first, 64), pl.ds(column, 64)]

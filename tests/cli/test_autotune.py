@@ -28,6 +28,7 @@ def held():
     return load_table(user_path("NVIDIA H200")).entries
 
 
+@pytest.mark.slow
 def test_a_shape_in_two_schemes(run, capsys, tmp_path):
     arguments = ("--model", "8,2,512,256", "--scheme", "fp8_channel,w4a16_g128", "--tokens", "16,2")
     assert run(*arguments) == 0

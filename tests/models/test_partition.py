@@ -48,6 +48,7 @@ def test_answers_of_one_device(case):
     assert model.init_cache(2, 16).layers[0].arrays[0].sharding.spec == P(None, "tensor", None, None)
 
 
+@pytest.mark.slow
 def test_linear_attention(case):
     """A key head and its value heads on each of two devices; what four cannot share is whole on all of them."""
     for mesh, axis in (("expert=2,tensor=2", "tensor"), ("tensor=4", None)):

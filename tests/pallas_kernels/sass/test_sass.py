@@ -58,10 +58,9 @@ def test_no_spills(kernels):
 
 
 def test_two_ctas_share_an_sm(kernels):
-    def is_wrong(k):
-        return "two CTAs an SM" in k["name"] and 2 * k["threads"] * -(-k["registers"] // 8) * 8 > REGISTERS
-
-    assert not failing(kernels, is_wrong)
+    two = [k for k in kernels if "two CTAs an SM" in k["name"]]
+    assert two or EVERY > 1
+    assert not failing(two, lambda k: 2 * k["threads"] * -(-k["registers"] // 8) * 8 > REGISTERS)
 
 
 def test_nothing_is_serialized_or_ignored(kernels):

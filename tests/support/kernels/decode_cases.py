@@ -94,9 +94,10 @@ def decode_cases() -> Iterator[Case]:
                 desc = decode_desc(*widths, dtype, **options)
                 if name != "sinks":
                     yield decode_case(name, desc, choose_config(desc, SMS))
-        desc = decode_desc(*widths, batch=64)
         if max(widths) <= 128:
-            yield decode_case("two CTAs an SM", desc, choose_config(desc, SMS))
+            for own in ({}, dict(num_slots=69_952, num_pages=9_999, window=150)):
+                desc = decode_desc(*widths, batch=64, **own)
+                yield decode_case(f"two CTAs an SM, {desc.num_slots} slots", desc, choose_config(desc, SMS))
         desc = decode_desc(*widths, num_queries=3, window=150, has_sinks=True)
         if widths[0] == widths[1]:
             yield combine_case("three queries, window, sinks", desc, choose_config(desc, SMS))

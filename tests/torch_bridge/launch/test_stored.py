@@ -96,6 +96,7 @@ def test_names_tell_programs_apart(monkeypatch, tmp_path):
     assert len({Programs().make(*job)[0] for job in jobs}) == 4
 
 
+@pytest.mark.slow
 def test_many_programs_are_traced_by_processes(monkeypatch, tmp_path):
     """Into the same steps as in this process, which then only reads them. It is a daemon of ``multiprocessing``, as
     vLLM's workers are."""
