@@ -196,6 +196,16 @@ def check_tiles(
     return rows, unpermuted, scaled
 
 
+def check_tile_rows(tile_rows: jax.Array | None, tile_expert: jax.Array) -> None:
+    """Raise where these are not the rows in use of each tile."""
+    if tile_rows is None:
+        return
+    if tile_rows.shape != tile_expert.shape:
+        raise ValueError(f"tile_rows has shape {tile_rows.shape}, expected {tile_expert.shape}")
+    if tile_rows.dtype != jnp.int32:
+        raise TypeError(f"tile_rows is {tile_rows.dtype}, expected int32")
+
+
 def check_before(before: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> None:
     """Raise where this is not what an activation was given, (Mp, G * N) of ``dtype``."""
     if before.shape != shape or before.dtype != dtype:
@@ -356,10 +366,7 @@ def describe_gemm(
     if not quantized_scale and x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; both operands have one dtype")
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
-    if tile_rows is not None and tile_rows.shape != tile_expert.shape:
-        raise ValueError(f"tile_rows has shape {tile_rows.shape}, expected {tile_expert.shape}")
-    if tile_rows is not None and tile_rows.dtype != jnp.int32:
-        raise TypeError(f"tile_rows is {tile_rows.dtype}, expected int32")
+    check_tile_rows(tile_rows, tile_expert)
 
     k_groups, n_groups = -(-k // SCALE_GROUP), -(-n // SCALE_GROUP)
     lhs_scale = _kind("x_scale", operands["x_scale"], {(): "tensor", (scaled,): "row", (k_groups, scaled): "group"})

@@ -1,6 +1,7 @@
 """The dequant main loop: packed weights, unpacked in registers, are the left operand of wgmma; rows are its columns.
 
-A tile has block_m rows and 64 * channel_groups channels of each projection.
+A tile has block_m rows and 64 * channel_groups channels of each projection. Where its rows in use are known, those
+behind the least height that holds them (``heights``) are neither loaded nor multiplied nor stored.
 
     consumers (1 to 4)    64 channels of each projection
         main loop             16-byte loads of w[slot] -> operands by bit moves -> wgmma operands x[slot]^T
@@ -12,7 +13,7 @@ per group multiply the float32 partial sum of each group. No product is in fligh
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from pallas_kernels.grouped_gemm.packed.config import (
     are_groups_together,
     are_projections_together,
     fragment_k,
+    heights,
     is_promoted,
     own_projections,
     products_in_flight,
@@ -77,7 +79,7 @@ def _load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
     """The function that issues the copies of one K step. TMA fills with zeros what lies past K and past the rows."""
     desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
     blocks, groups = config.channel_groups * desc.projections, scale_rows(desc, config)
-    rows = pl.ds(cta.first_row_of_x(tile), config.block_m)
+    first_row, in_use = cta.first_row_of_x(tile), _rows_in_use(cta, tile)
 
     def channels(own_column):
         first = (tile.expert * desc.channel_blocks + own_column * config.channel_groups) * desc.projections
@@ -91,9 +93,14 @@ def _load_tile(cta: CtaContext, tile: Tile) -> LoadStep:
 
         depth = pl.ds(k * config.step_blocks, config.step_blocks)
         side_by_side.at_own(cta, tile, "w", functools.partial(copy, depth, scratch.w))
-        for index in range(config.k_split):
-            columns = pl.ds(k * config.block_k(desc) + index * part, part)
-            plgpu.copy_gmem_to_smem(operands["x"].at[rows, columns], scratch.x.at[slot, index], full)
+
+        def copy_rows(rows):
+            for index in range(config.k_split):
+                columns = pl.ds(k * config.block_k(desc) + index * part, part)
+                source = operands["x"].at[pl.ds(first_row, rows), columns]
+                plgpu.copy_gmem_to_smem(source, scratch.x.at[slot, index, pl.ds(0, rows)], full)
+
+        _at_height(cta, in_use, copy_rows)
         for name, target in (("scale", scratch.scale), ("zero", scratch.zero)):
             if target is not None:
                 own = pl.ds(_group_of(desc, config, k), groups)
@@ -110,13 +117,35 @@ def _group_of(desc: PackedDesc, config: PackedConfig, k: Scalar) -> Scalar:
     return k * (step // group) if step >= group else lax.div(k, jnp.int32(group // step))
 
 
+def _rows_in_use(cta: CtaContext, tile: Tile) -> Scalar:
+    """Of a tile, where its height depends on them; else all."""
+    return cta.operands["tile_rows"][tile.row] if len(heights(cta.desc, cta.config)) > 1 else cta.config.block_m
+
+
+def _at_height(cta: CtaContext, in_use: Scalar, body: Callable[[int], None]) -> None:
+    """``body`` with the least of the heights that holds ``_rows_in_use``."""
+
+    def least_of(height: int, *higher: int) -> None:
+        if not higher:
+            body(height)
+            return
+        pl.when(in_use <= height)(functools.partial(body, height))
+        pl.when(in_use > height)(functools.partial(least_of, *higher))
+
+    least_of(*heights(cta.desc, cta.config))
+
+
 def _consume(cta: CtaContext, tile: Tile) -> None:
+    _at_height(cta, _rows_in_use(cta, tile), functools.partial(_compute, cta, tile))
+
+
+def _compute(cta: CtaContext, tile: Tile, height: int) -> None:
     desc, config = cta.desc, cta.config
     group, *_ = place(config, cta.warpgroup)
     channel = tile.column * config.channel_groups + group
     vectors = _vectors(cta, tile, group)
     with jax.named_scope("main_loop"):
-        sums = (multiply_promoted if is_promoted(desc, config) else multiply)(cta, tile)
+        sums = (multiply_promoted if is_promoted(desc, config) else multiply)(cta, tile, height)
 
     def store(sums: Sums) -> None:
         with jax.named_scope("epilogue"):
@@ -126,8 +155,8 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
         pipeline.gather_sums(cta, sums, store, splits_projections=config.splits_projections)
 
 
-def multiply(cta: CtaContext, tile: Tile) -> Sums:
-    """One accumulator per own projection over all of K; one piece each, (64, block_m)."""
+def multiply(cta: CtaContext, tile: Tile, height: int) -> Sums:
+    """One accumulator per own projection over all of K; one piece each, (64, height)."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     width, (_, _, part) = fragment_k(desc, config), place(config, cta.warpgroup)
     in_flight = products_in_flight(config)
@@ -138,23 +167,24 @@ def multiply(cta: CtaContext, tile: Tile) -> Sums:
                 if index >= in_flight:
                     plgpu.wgmma_wait(in_flight - 1)
                 ((column, weights),) = _fragments(cta, slot, projection, depth)
-                x = scratch.x.at[slot, part, :, pl.ds(column, width)]
+                x = scratch.x.at[slot, part, pl.ds(0, height), pl.ds(column, width)]
                 plgpu.wgmma(accumulators[projection], weights, x.transpose((1, 0)))
             # Operands in registers must not be in flight when the loop comes round and rewrites them.
             plgpu.wgmma_wait(0)
         mosaic.release(scratch.empty.at[slot])
 
-    shape = (BLOCK_N, config.block_m)
+    shape = (BLOCK_N, height)
     found = pipeline.accumulate(cta, tile, shape, own_projections(desc, config), one_slot, dtype="float32")
     return [[value] for value in found]
 
 
-def multiply_promoted(cta: CtaContext, tile: Tile) -> Sums:
-    """The partial sum of every group scaled and added in float32, groups in their order; pieces (64, promoted_rows)."""
+def multiply_promoted(cta: CtaContext, tile: Tile, height: int) -> Sums:
+    """The partial sum of every group scaled and added in float32, groups in their order; pieces of (64, promoted_rows),
+    the last one of what is left of ``height``.
+    """
     desc, config, scratch = cta.desc, cta.config, cta.scratch
-    width, chunk, rows = fragment_k(desc, config), promoted_k(desc, config), promoted_rows(config)
-    shape = mosaic.Accumulator((BLOCK_N, rows), jnp.dtype(desc.accumulator))
-    pieces = range(config.block_m // rows)
+    width, chunk, most = fragment_k(desc, config), promoted_k(desc, config), promoted_rows(config)
+    pieces = [(start, min(most, height - start)) for start in range(0, height, most)]
     _, _, part = place(config, cta.warpgroup)
     part_k = config.part_blocks * desc.fmt.block_k
     first_group = lax.div(part * part_k, jnp.int32(desc.fmt.group_size)) if config.k_split > 1 else 0
@@ -181,25 +211,30 @@ def multiply_promoted(cta: CtaContext, tile: Tile) -> Sums:
                 for index, _, projection in parts:
                     scale = scratch.scale.at[slot, _block(cta, projection), first_group + index]
                     scale = mosaic.load(scale, layout=mosaic.ROWS, optimized=False).astype(jnp.float32)
-                    factors.append(lax.broadcast_in_dim(scale, (BLOCK_N, rows), [0]))
-                for piece in pieces:
+                    factors.append(scale)
+                for piece, (start, rows) in enumerate(pieces):
+                    own = pl.ds(start, rows)
 
-                    def products(*fresh, parts=parts, piece=piece, operands=operands, unpack=unpack):
+                    def products(*fresh, parts=parts, own=own, operands=operands, unpack=unpack):
                         for (_, first, projection), accumulator in zip(parts, fresh, strict=True):
                             for column in range(first, first + chunk, width):
                                 if is_late and column % desc.fmt.block_k == 0:
                                     unpack(projection, column // desc.fmt.block_k)
-                                x = scratch.x.at[slot, part, pl.ds(piece * rows, rows), pl.ds(column, width)]
+                                x = scratch.x.at[slot, part, own, pl.ds(column, width)]
                                 plgpu.wgmma(accumulator, operands[projection, column], x.transpose((1, 0)))
                         return [accumulator[...] for accumulator in fresh]
 
-                    found = pl.run_scoped(products, *[shape] * len(parts))
-                    for (_, _, projection), factor, product in zip(parts, factors, found, strict=True):
+                    shape = (BLOCK_N, rows)
+                    kind = mosaic.Accumulator(shape, jnp.dtype(desc.accumulator))
+                    found = pl.run_scoped(products, *[kind] * len(parts))
+                    for (_, _, projection), scale, product in zip(parts, factors, found, strict=True):
+                        factor = lax.broadcast_in_dim(scale, shape, [0])
                         sums[projection][piece] = sums[projection][piece] + _to_float32(desc, product) * factor
         mosaic.release(scratch.empty.at[slot])
         return tuple(tuple(own) for own in sums)
 
-    initial = ((pipeline.zeros((BLOCK_N, rows)),) * len(pieces),) * own_projections(desc, config)
+    own = tuple(pipeline.zeros((BLOCK_N, rows)) for _, rows in pieces)
+    initial = (own,) * own_projections(desc, config)
     return [list(own) for own in pipeline.for_each_step(cta, tile, one_step, initial)]
 
 
@@ -277,16 +312,18 @@ def _vectors(cta: CtaContext, tile: Tile, group: Scalar) -> list[dict[str, Value
 def _store(
     cta: CtaContext, tile: Tile, sums: Sums, vectors: Sequence[dict[str, Value]], channel: Scalar, group: Scalar
 ) -> None:
-    """Write (block_m, 64) of the output, staged in pieces of rows and stored at once."""
+    """Write the rows of ``sums`` by 64 of the output, staged in pieces of rows and stored at once."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    rows, first_row = config.block_m // len(sums[0]), cta.first_row_of_x(tile)
-    for index in range(len(sums[0])):
-        value = _scaled(cta, [pieces[index] for pieces in sums], vectors, first_row + index * rows)
-        stage_transposed(value, scratch.staging.at[group, pl.ds(index * rows, rows)], desc.out_dtype)
+    first_row, start = cta.first_row_of_x(tile), 0
+    for pieces in zip(*sums, strict=True):
+        rows = pieces[0].shape[1]
+        value = _scaled(cta, pieces, vectors, first_row + start)
+        stage_transposed(value, scratch.staging.at[group, pl.ds(start, rows)], desc.out_dtype)
+        start += rows
     plgpu.commit_smem()
-    target = cta.outputs[0].at[pl.ds(tile.row * config.block_m, config.block_m), pl.ds(channel * BLOCK_N, BLOCK_N)]
-    store_staged(cta, scratch.staging.at[group], target, channel * BLOCK_N)
+    target = cta.outputs[0].at[pl.ds(tile.row * config.block_m, start), pl.ds(channel * BLOCK_N, BLOCK_N)]
+    store_staged(cta, scratch.staging.at[group, pl.ds(0, start)], target, channel * BLOCK_N)
 
 
 def _scaled(cta: CtaContext, sums: Sequence[Value], vectors: Sequence[dict[str, Value]], first_row: Scalar) -> Value:
@@ -295,7 +332,8 @@ def _scaled(cta: CtaContext, sums: Sequence[Value], vectors: Sequence[dict[str, 
     first_row: row of x that the first column belongs to.
     """
     desc, config, operands, shape = cta.desc, cta.config, cta.operands, sums[0].shape
-    of_rows = 1 / desc.fmt.unit
+    unit = desc.fmt.folded_unit if config.folds_scales else desc.fmt.unit
+    of_rows = 1 / unit
     if desc.lhs_scale == "row":
         row_scales = operands["x_scale"].at[pl.ds(first_row, shape[1])]
         row_scales = mosaic.load(row_scales, layout=mosaic.COLUMNS, optimized=False)
@@ -307,7 +345,7 @@ def _scaled(cta: CtaContext, sums: Sequence[Value], vectors: Sequence[dict[str, 
         return lax.broadcast_in_dim(vectors[projection][name], shape, [0])
 
     def factors(projection: int) -> Iterator[Any]:
-        if desc.lhs_scale != "none" or desc.fmt.unit != 1:
+        if desc.lhs_scale != "none" or unit != 1:
             yield of_rows
         if desc.has_channel_scale:
             yield of_channels(projection, "channel_scale")

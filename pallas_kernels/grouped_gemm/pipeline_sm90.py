@@ -233,7 +233,7 @@ def gather_sums(
     def _():
         for projection, pieces in enumerate(sums):
             for index, value in enumerate(pieces):
-                scratch.partial.at[group, sharer - 1, projection, index][...] = value
+                scratch.partial.at[group, sharer - 1, projection, index, :, pl.ds(0, value.shape[1])][...] = value
         plgpu.barrier_arrive(scratch.partial_full.at[group])
         plgpu.barrier_wait(scratch.partial_empty.at[group])
 
@@ -242,7 +242,8 @@ def gather_sums(
         plgpu.barrier_wait(scratch.partial_full.at[group])
 
         def passed(other, projection, index):
-            part = scratch.partial.at[group, other, projection, index]
+            columns = pl.ds(0, sums[0][index].shape[1])  # a tile may be multiplied at less than its height
+            part = scratch.partial.at[group, other, projection, index, :, columns]
             return mosaic.load(part, layout=mosaic.WGMMA, optimized=False)
 
         total = [list(pieces) for pieces in sums]

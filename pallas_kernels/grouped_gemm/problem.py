@@ -28,6 +28,7 @@ class GroupedGemm:
         bias_dtype: None without a bias.
         activation: None without one.
         unpermuted_rows: rows of x where every tile starts with the same ones; 0 where x has a row for each of a tile.
+        has_tile_rows: the number of rows in use is known for each tile.
         widths: N of each of several weights that lie apart, whose products stand side by side in the output; () for
             one weight.
     """
@@ -41,6 +42,7 @@ class GroupedGemm:
     bias_dtype: str | None = None
     activation: Activation | None = None
     unpermuted_rows: int = 0
+    has_tile_rows: bool = False
     widths: tuple[int, ...] = ()
 
     @property
@@ -81,7 +83,6 @@ class GemmDesc(GroupedGemm):
         rhs_scale: "none", "tensor" (one per projection), "channel" or "block" (128 x 128).
         requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3, given scale). With
             out_dtype bfloat16 the product is rounded to it first, as a separate launch would read it.
-        has_tile_rows: the number of rows in use is known for each tile.
         has_power_of_two_scales: the scales of requantize "group" are rounded up to powers of two.
         transposes_w: w is (E, K, N), N contiguous: the weights of a product whose K is this one's N, as they lie.
         keeps_before: what the activation is given is an output as well.
@@ -98,7 +99,6 @@ class GemmDesc(GroupedGemm):
     lhs_scale: Literal["none", "tensor", "row", "group"] = "none"
     rhs_scale: Literal["none", "tensor", "channel", "block"] = "none"
     requantize: Literal["none", "group", "tensor"] = "none"
-    has_tile_rows: bool = False
     has_power_of_two_scales: bool = False
     transposes_w: bool = False
     keeps_before: bool = False

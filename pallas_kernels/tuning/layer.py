@@ -226,6 +226,7 @@ class PackedLayerKey:
             has_channel_scale=self.scale != "group",
             lhs_scale="row" if fmt.is_8bit else "none",
             bias_dtype=bias_dtype,
+            has_tile_rows=True,
         )
         k1, k2 = (-(-k // fmt.block_k) * fmt.block_k for k in (self.hidden_size, self.intermediate_size))
         first = PackedDesc(

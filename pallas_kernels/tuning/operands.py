@@ -13,7 +13,7 @@ from pallas_kernels.tuning.layer import AnyDesc, AnyKey
 
 
 def random_routings(desc: AnyDesc, block_m: int, key: AnyKey, num_tokens: int, calls: int) -> list[dict[str, Any]]:
-    """tile_expert and num_tiles of each call, and for plain weights tile_rows, for uniform routing of num_tokens.
+    """tile_expert, num_tiles and tile_rows of each call, for uniform routing of num_tokens.
 
     Each call draws its own: other experts, which are not in the L2 yet, and now and then one with more rows than a tile
     holds. A height is judged by all of them.
@@ -26,9 +26,8 @@ def random_routings(desc: AnyDesc, block_m: int, key: AnyKey, num_tokens: int, c
         used = np.repeat(np.arange(key.num_experts), -(-sizes // block_m))
         tile_expert[: len(used)] = used
         tile_rows[: len(used)] = np.concatenate([np.minimum(s - np.arange(0, s, block_m), block_m) for s in sizes])
-        found.append(dict(tile_expert=jnp.asarray(tile_expert), num_tiles=jnp.int32(len(used))))
-        if isinstance(desc, GemmDesc):
-            found[-1]["tile_rows"] = jnp.asarray(tile_rows)
+        own = dict(tile_expert=tile_expert, num_tiles=np.int32(len(used)), tile_rows=tile_rows)
+        found.append({name: jnp.asarray(value) for name, value in own.items()})
     return found
 
 

@@ -4,6 +4,7 @@ routings, sizes off the tile.
 Outputs land in memory that held NaN before, so that a cell nobody wrote shows; x holds NaN where no expert owns a row.
 """
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -14,13 +15,15 @@ import pytest
 
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm.packed import (
+    BLOCK_MS,
     PackedConfig,
+    PackedDesc,
     PackedVectorConfig,
     candidates,
     describe_call,
     grouped_gemm_packed,
 )
-from pallas_kernels.grouped_gemm.packed.config import LARGE_M, config_error
+from pallas_kernels.grouped_gemm.packed.config import LARGE_M, config_error, heights
 from tests.support.kernels.gemm_problem import ROUTINGS
 from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
 
@@ -155,6 +158,35 @@ def test_heights_between(kind, block_m):
     problem = make_problem(kind, RAGGED, k=384, n=336, block_m=block_m, **GATED)
     for config in configurations(problem, block_m):
         check(kind, problem, run(problem, config), folded=config.folds_scales)
+
+
+SEVERAL_HEIGHTS = ["int4 g128", "int4 g128 asym", "nvfp4", "mxfp4 fp8", "w4a8 int8 g128"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "block_m"), cases(SEVERAL_HEIGHTS, BLOCK_MS[1:], ("w4a8 int8 g128", 80), ("w4a8 int8 g128", 256))
+)
+def test_rows_in_use(kind, block_m):
+    """Tiles at every height, the most and the fewest rows that take it: the bits of whole tiles. Scales in sums and
+    folded into operands, a consumer for each projection, K shared.
+    """
+    shape = dict(rows=block_m, n=64, k=128, num_experts=2, has_tile_rows=True)
+    found = heights(PackedDesc(fmt=KINDS[kind][0], **shape), PackedConfig(block_m, 2, 1, 2))
+    sizes = [size for height in (0, *found) for size in (height, height + 1) if size <= block_m]
+    problem = make_problem(kind, [*sizes, 2 * block_m + 3], k=512, n=336, block_m=block_m, **GATED)
+    ragged = dataclasses.replace(problem, kwargs=problem.kwargs | dict(tile_rows=problem.tile_rows))
+    own = problem.own
+    configs = list(candidates(describe(problem), block_m, 132))[:3]
+    splits = [
+        PackedConfig(block_m, 2, 1, 2, num_sms=5, splits_projections=True),
+        PackedConfig(block_m, 4, 4, 2, k_split=2),
+    ]
+    configs += [config for config in splits if config_error(describe(problem), config) is None]
+    assert configs
+    for config in configs:
+        whole = run(problem, config)
+        check(kind, problem, whole, folded=config.folds_scales)
+        np.testing.assert_array_equal(run(ragged, config)[own], whole[own])
 
 
 @pytest.mark.parametrize("is_large_m", [False, True])

@@ -284,7 +284,8 @@ def test_operands_of_blocks(kind, is_folded, on_threads):
         stored["scale"] = powers
     packed = to_kernel_layout(fmt, **stored)
     factor = np.ones((64, 1)) if packed.channel_scale is None else packed.channel_scale.reshape(64, 1)
-    factor = np.broadcast_to(factor.astype(np.float64) / fmt.unit, expected.shape[-2:])
+    unit = fmt.folded_unit if is_folded else fmt.unit
+    factor = np.broadcast_to(factor.astype(np.float64) / unit, expected.shape[-2:])
     if fmt.scale == "group" and not is_folded:
         factor = factor * np.repeat(stored["scale"][0, 0].astype(np.float64), group, -1)
     width = min(group, fmt.block_k) if fmt.scale == "group" and not is_folded else fmt.block_k
@@ -300,3 +301,23 @@ def test_operands_of_blocks(kind, is_folded, on_threads):
         found = as_matrix(fmt, dequantize_sm90.load_block(fmt, words, width, rows, *beside))
         columns = slice(block * fmt.block_k, (block + 1) * fmt.block_k)
         np.testing.assert_array_equal(found * factor[:, columns], expected[0, 0, :, columns])
+
+
+@pytest.mark.parametrize("kind", ["int4 g128", "int4 g64", "int8 g128"])
+def test_folded_scales_round_once(kind, on_threads, monkeypatch):
+    """Operands are the product of code and scale in bfloat16, rounded once, for scales from 2**-72 to 2**48."""
+    monkeypatch.setitem(globals(), "IS_EXACT", False)
+    fmt = KINDS[kind][0]
+    rng = np.random.default_rng(6)
+    stored, values = make_stored(kind, (1, 1), 64, fmt.block_k, rng)
+    codes = np.rint(values / np.repeat(stored["scale"].astype(np.float64), fmt.block_k, -1))[0, 0]
+    scale = (rng.uniform(1, 2, (1, 1, 64, 1)) * np.exp2(rng.integers(-72, 48, (1, 1, 64, 1)))).astype(fmt.operand)
+    scale[..., :2, :] = np.array([[2.0**-72], [2.0**48 - 2.0**40]]).astype(fmt.operand)
+    stored["scale"] = scale
+    packed = to_kernel_layout(fmt, **stored)
+    given = packed.scale[0, 0, 0].view(np.uint16)
+    words = packed.words[0, 0, 0, 0].view(np.uint32)
+    found = as_matrix(fmt, dequantize_sm90.load_block(fmt, words, fmt.block_k, (0,) * 4, None, given))
+    expected = (codes * scale.astype(np.float64)[0, 0]).astype(fmt.operand).astype(np.float64)
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found / fmt.folded_unit, expected)

@@ -2,6 +2,7 @@
 scale. Barriers, copies and layouts are stubs; the kernel itself runs in test_grouped_gemm_packed_gpu.py.
 """
 
+import dataclasses
 import types
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import mainloop_dequant_sm90 as dequant
 from pallas_kernels.grouped_gemm import pipeline_sm90
-from pallas_kernels.grouped_gemm.packed import PackedConfig, PackedDesc, PackedFormat, config_error
+from pallas_kernels.grouped_gemm.packed import BLOCK_MS, PackedConfig, PackedDesc, PackedFormat, config_error
 from pallas_kernels.grouped_gemm.packed.config import (
     are_groups_together,
+    heights,
     is_promoted,
     own_projections,
     products_in_flight,
@@ -134,11 +136,18 @@ CASES = [
 ]
 
 
+# Lower heights of the cases above, in pieces whose last one has fewer rows, or of a tile in one piece.
+LOWER = {80: (32, 64), 128: (96, 112), 144: (48, 112), 16: (8,), 24: (16,)}
+CASES = [(*case, height) for case in CASES for height in (case[2], *LOWER.get(case[2], ()))]
+
+
 @pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"{c[0].operand} g{c[0].group_size} x{c[1]} rows {c[2]} wg {c[3]} steps {c[4]} {c[5]}"
+    "case",
+    CASES,
+    ids=lambda c: f"{c[0].operand} g{c[0].group_size} x{c[1]} rows {c[6]} of {c[2]} wg {c[3]} steps {c[4]} {c[5]}",
 )
 def test_products_and_scales(case, on_numpy):
-    fmt, projections, block_m, consumers, step_blocks, options = case
+    fmt, projections, block_m, consumers, step_blocks, options, height = case
     config = PackedConfig(block_m, consumers, step_blocks, num_stages=3, **options)
     k = 3 * fmt.block_k * step_blocks
     desc = PackedDesc(
@@ -183,22 +192,43 @@ def test_products_and_scales(case, on_numpy):
         scale=Ref(np.stack([scale[:, r] for r in slots])) if fmt.scale == "group" else None,
     )
     multiply = dequant.multiply_promoted if is_promoted(desc, config) else dequant.multiply
-    total = np.zeros((config.channel_groups, projections, BLOCK_N, block_m))
+    total = np.zeros((config.channel_groups, projections, BLOCK_N, height))
     for warpgroup in range(consumers):
         channels, first_half, _ = (int(v) for v in dequant.place(config, warpgroup))
         Flight.now = Flight.most = Flight.waits = 0
         cta = pipeline_sm90.CtaContext(desc, config, {}, (), scratch, warpgroup, steps=3)
-        sums = multiply(cta, Tile(0, 0, 0, first_step=0))
+        sums = multiply(cta, Tile(0, 0, 0, first_step=0), height)
         assert len(sums) == own_projections(desc, config)
         for half, pieces in enumerate(sums):
             total[channels, first_half + half] += np.concatenate([np.asarray(p, np.float64) for p in pieces], axis=1)
         if is_promoted(desc, config):
             groups = fmt.block_k * config.part_blocks // promoted_k(desc, config)
             batches = len(dequant._batches(desc, config))
-            each = 1 if are_groups_together(desc, config) else groups * (block_m // promoted_rows(config)) * batches
+            pieces = -(-height // promoted_rows(config))
+            each = 1 if are_groups_together(desc, config) else groups * pieces * batches
             assert Flight.waits == 3 * each
         else:
             assert Flight.most <= products_in_flight(config)
         assert Flight.now == 0
-    expected = ((w * grouped) @ x.T).reshape(config.channel_groups, projections, BLOCK_N, block_m)
+    expected = ((w * grouped) @ x[:height].T).reshape(config.channel_groups, projections, BLOCK_N, height)
     np.testing.assert_array_equal(total, expected)
+
+
+@pytest.mark.parametrize("operand", ["bfloat16", "int8"])
+@pytest.mark.parametrize("block_m", BLOCK_MS)
+def test_heights_of_a_tile(block_m, operand, on_numpy):
+    """A tile is multiplied at the least height that holds its rows, and at one alone; the integer wgmma takes it."""
+    desc = PackedDesc(rows=block_m, n=64, k=128, num_experts=2, fmt=PackedFormat("int4", operand), has_tile_rows=True)
+    config = PackedConfig(block_m, 2, 1, 2)
+    found = heights(desc, config)
+    assert found[-1] == block_m and sorted(set(found)) == list(found)
+    assert all(rows % 8 == 0 and (operand != "int8" or rows <= 32 or rows % 16 == 0) for rows in found)
+    on_numpy.setattr(dequant.pl, "when", lambda condition: lambda body: body() if condition else None, raising=False)
+    scratch = pipeline_sm90.Scratch(*[Ref([])] * 5)
+    cta = pipeline_sm90.CtaContext(desc, config, {}, (), scratch, warpgroup=0, steps=1)
+    for in_use in range(block_m + 1):
+        called: list[int] = []
+        dequant._at_height(cta, in_use, called.append)
+        assert called == [next(rows for rows in found if rows >= in_use)]
+    for changes in (dict(has_tile_rows=False), dict(num_experts=1), dict(unpermuted_rows=8)):
+        assert heights(dataclasses.replace(desc, **changes), config) == (block_m,)

@@ -144,8 +144,9 @@ def test_every_packed_format_has_candidates_and_operands(name):
     x, w, rest = jax.eval_shape(lambda: random_operands(desc, 16, key))
     lhs = "row" if "x_scale" in rest else "none"
     (routing,) = random_routings(desc, 16, key, 16, 1)
-    assert routing.keys() == {"tile_expert", "num_tiles"}
-    assert describe_call(x.shape[0], w, "bfloat16", lhs, None, desc.activation) == desc
+    assert routing.keys() == {"tile_expert", "num_tiles", "tile_rows"}
+    described = describe_call(x.shape[0], w, "bfloat16", lhs, None, desc.activation)
+    assert dataclasses.replace(described, has_tile_rows=True) == desc
     assert x.shape == (desc.rows, 512) and routing["tile_expert"].shape == (desc.rows // 16,)
 
 

@@ -286,6 +286,7 @@ class Experts:
             x_scale=row_scale,
             tile_expert=tiles.tile_expert,
             num_tiles=tiles.num_tiles,
+            tile_rows=tiles.tile_rows,
             out_dtype=config.dtype,
             implementation=self.kernels,
         )
@@ -301,7 +302,7 @@ class Experts:
             if scale is not None:
                 scale = scale.reshape(lead[0], -1, *scale.shape[3:])
             stacked = w.reshape(lead[0], -1, w.shape[-1])
-            wide = grouped_gemm(rows, stacked, w_scale=scale, tile_rows=tiles.tile_rows, **options)
+            wide = grouped_gemm(rows, stacked, w_scale=scale, **options)
             wide = wide.reshape(wide.shape[0], lead[1], intermediate)
         if weights.w13_bias is None:
             return wide
@@ -336,6 +337,7 @@ class Experts:
         options: dict[str, Any] = dict(
             tile_expert=tiles.tile_expert,
             num_tiles=tiles.num_tiles,
+            tile_rows=tiles.tile_rows,
             bias=bias,
             out_dtype=self.config.dtype,
             config=self.plan.configs[index],
@@ -349,9 +351,7 @@ class Experts:
             return functools.partial(grouped_gemm_packed, w=kernel_operand(tensor), **options)
         if index == 1:
             options["quantization"] = self.plan.hidden_quantization
-        return functools.partial(
-            grouped_gemm, w=tensor.data, w_scale=tensor.scale, tile_rows=tiles.tile_rows, **options
-        )
+        return functools.partial(grouped_gemm, w=tensor.data, w_scale=tensor.scale, **options)
 
     @property
     def _movers(self) -> str | tuple[str, ...]:

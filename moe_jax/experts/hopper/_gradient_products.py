@@ -175,10 +175,11 @@ class PackedProducts(QuantizedProducts):
         bias = self.weights.w13_bias
         if bias is not None:
             bias = interleave(bias).reshape(bias.shape[0], -1)
-        return grouped_gemm_packed(x, self.operands[0], bias=bias, out_dtype=self.config.dtype, **self._of_tiles)
+        options = dict(bias=bias, out_dtype=self.config.dtype, tile_rows=self.tile_rows)
+        return grouped_gemm_packed(x, self.operands[0], **options, **self._of_tiles)
 
     def output(self, hidden: Array) -> Array:
-        options = dict(bias=self.weights.w2_bias, out_dtype=self.config.dtype)
+        options = dict(bias=self.weights.w2_bias, out_dtype=self.config.dtype, tile_rows=self.tile_rows)
         return grouped_gemm_packed(hidden, self.operands[1], **options, **self._of_tiles)
 
     def by_projection(self, before: Array) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import first_that_runs
-from pallas_kernels.grouped_gemm.api import check_before, check_tiles
+from pallas_kernels.grouped_gemm.api import check_before, check_tile_rows, check_tiles
 from pallas_kernels.grouped_gemm.dgrad.config import DgradConfig, DgradDesc, choose_config, config_error
 from pallas_kernels.grouped_gemm.dgrad.pairs import tile_pairs
 from pallas_kernels.grouped_gemm.dgrad.plain import PlainWeights
@@ -159,8 +159,7 @@ def _check_rows(
     if jnp.dtype(x.dtype).name != w.fmt.operand:
         raise TypeError(f"{name} is {x.dtype}, these weights are packed for {w.fmt.operand}")
     rows, _, _ = check_tiles(x, tile_expert, num_tiles, None)
-    if tile_rows is not None and (tile_rows.shape != tile_expert.shape or tile_rows.dtype != jnp.int32):
-        raise ValueError(f"tile_rows is {tile_rows.dtype}{tile_rows.shape}, expected int32 {tile_expert.shape}")
+    check_tile_rows(tile_rows, tile_expert)
     return rows
 
 

@@ -66,7 +66,9 @@ class DgradDesc:
     @property
     def unit(self) -> float:
         """What a 1 of the weights is in shared memory."""
-        return 1.0 if self.is_plain else self.fmt.unit
+        if self.is_plain:
+            return 1.0
+        return self.fmt.folded_unit if self.folds_scales else self.fmt.unit
 
     @property
     def stored_dtype(self) -> str:

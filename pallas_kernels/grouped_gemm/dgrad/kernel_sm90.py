@@ -289,7 +289,7 @@ def _widened(cta: _Cta, slot: Scalar, piece: int) -> Value:
 
 
 def _dequantized(cta: _Cta, slot: Scalar, piece: int) -> Value:
-    """(64, 64) of the matrix, a 1 of integers being ``fmt.unit``."""
+    """(64, 64) of the matrix, a 1 of integers being ``desc.unit``."""
     desc, config, scratch = cta.desc, cta.config, cta.scratch
     fmt, groups = desc.fmt, tile_groups(desc, config)
     group = fmt.group_size or config.block_n

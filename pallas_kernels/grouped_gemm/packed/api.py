@@ -16,6 +16,7 @@ from pallas_kernels.common.implementations import check_config, first_that_runs
 from pallas_kernels.grouped_gemm.api import (
     Operands,
     check_block_m,
+    check_tile_rows,
     check_tiles,
     expected_projections,
     in_turn,
@@ -44,6 +45,7 @@ def grouped_gemm_packed(
     activation: Activation | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
     block_m: int | None = None,
+    tile_rows: jax.Array | None = None,
     config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -61,12 +63,14 @@ def grouped_gemm_packed(
         out_dtype: of the result.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,), of any value past T.
+        tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
         config: PackedConfig of the hopper implementation, or PackedVectorConfig for tiles of one row, MmaConfig of the
             portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
-    Returns (Mp, N) out_dtype; rows of tiles from num_tiles on are unspecified. Raises ValueError or TypeError for a
-    wrong call and NotImplementedError, with one reason for each implementation tried, when none can run it.
+    Returns (Mp, N) out_dtype; rows of tiles from num_tiles on, and rows past tile_rows, are unspecified. Raises
+    ValueError or TypeError for a wrong call and NotImplementedError, with one reason for each implementation tried,
+    when none can run it.
     """
     each, (expected, name) = of_each_weight(w=w, bias=bias), expected_projections(activation)
     for own in each:
@@ -83,6 +87,7 @@ def grouped_gemm_packed(
                 raise ValueError(f"bias has shape {own_bias.shape}, expected {wanted}")
             own["bias"] = own_bias.reshape(wanted)
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
+    check_tile_rows(tile_rows, tile_expert)
     lhs_scale: Literal["none", "tensor", "row"] = "none"
     if x_scale is not None:
         if x_scale.shape not in ((), (scaled,)) or x_scale.dtype != jnp.float32:
@@ -90,8 +95,9 @@ def grouped_gemm_packed(
         lhs_scale = "row" if x_scale.ndim else "tensor"
     descs = [describe_call(rows, own["w"], out_dtype, lhs_scale, own["bias"], activation) for own in each]
     desc = side_by_side(descs, is_one=not isinstance(w, tuple))
-    desc = dataclasses.replace(desc, unpermuted_rows=unpermuted_rows)
-    operands = dict(x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, **numbered(each))
+    desc = dataclasses.replace(desc, unpermuted_rows=unpermuted_rows, has_tile_rows=tile_rows is not None)
+    tiles = dict(tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows)
+    operands = dict(x=x, x_scale=x_scale, **tiles, **numbered(each))
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm_packed", runs, implementation)
 
@@ -145,6 +151,7 @@ def _flattened(desc: PackedDesc, operands: Operands) -> Operands:
         each.append(own)
     flat = dict(numbered(each), x=pad_to(operands["x"], 1, desc.fmt.block_k), tile_expert=operands["tile_expert"])
     flat["num_tiles"] = operands["num_tiles"].reshape(1)
+    flat["tile_rows"] = operands["tile_rows"]
     if desc.lhs_scale != "none":
         flat["x_scale"] = operands["x_scale"].reshape(-1)
     return flat
@@ -155,12 +162,15 @@ def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Arra
         raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
     from pallas_kernels.grouped_gemm.portable import run  # here: it loads Pallas
 
-    return run(desc, config, check_block_m(config, operands, desc.rows), _flattened(desc, operands))
+    block_m = check_block_m(config, operands, desc.rows)
+    desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
+    return run(desc, config, block_m, _flattened(desc, operands))
 
 
 def _run_reference(desc: PackedDesc, config: Any, operands: Operands) -> jax.Array:
     del config
-    given = permuted(operands, desc.rows) if desc.unpermuted_rows else operands
+    given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
+    given.pop("tile_rows")
     return in_turn(desc, given, ("w", "bias"), grouped_gemm_packed_ref)
 
 

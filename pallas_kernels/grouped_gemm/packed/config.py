@@ -19,6 +19,24 @@ LARGE_M = (112, 144, 160, 176, 192)
 # Warpgroups that enter with 65,536 registers between them, and what (consumers, producer) then ask for.
 _REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
 _LARGE_M_REGISTERS = {2: (240, 24), 3: (152, 56)}
+# Lower heights that a tile with fewer rows in use is multiplied at, each a loop of its own: next to the tile's for what
+# is left of an expert under even routing, far below it for the experts that uneven routing leaves with few rows.
+_LOWER = {
+    16: (8,),
+    24: (16,),
+    32: (16, 24),
+    48: (32, 40),
+    64: (32, 48),
+    80: (32, 64),
+    96: (32, 64, 80),
+    112: (48, 96),
+    128: (48, 96, 112),
+    144: (48, 112, 128),
+    160: (48, 112, 144),
+    176: (48, 112, 144),
+    192: (48, 112, 160),
+    256: (64, 128, 192),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +99,18 @@ class PackedConfig:
     def block_k(self, desc: PackedDesc) -> int:
         """Elements of K per step."""
         return desc.fmt.block_k * self.step_blocks
+
+
+def heights(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
+    """Rows that tiles are multiplied with, ascending: the first that holds those in use, the last being all.
+
+    All alone where those in use are not known, or not the first of a tile.
+    """
+    if not desc.has_tile_rows or desc.unpermuted_rows or desc.num_experts == 1:
+        return (config.block_m,)
+    is_int8 = desc.fmt.operand == "int8"  # above 32 the integer wgmma takes multiples of 16 alone
+    lower = [rows for rows in _LOWER.get(config.block_m, ()) if not is_int8 or rows <= 32 or rows % 16 == 0]
+    return (*lower, config.block_m)
 
 
 def registers(config: PackedConfig) -> tuple[int, int] | None:

@@ -5,7 +5,7 @@ run these.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -34,8 +34,8 @@ def load_block(
     for_mma: bool = False,
     has_bf16_mul: bool = True,
 ) -> tuple[Value, ...]:
-    """The operands of one block, ``fmt.unit`` each 1: block_k / width arrays (64, width) of ``fmt.operand``, side by
-    side along K.
+    """The operands of one block, a 1 being ``fmt.unit``, with scales ``fmt.folded_unit``: block_k / width arrays (64,
+    width) of ``fmt.operand``, side by side along K.
 
     block: shared memory, ``fmt.block_shape`` int32. zeros, scales: shared memory (groups, 64) of ``fmt.operand``:
     ``zero_term`` of each channel, what the numbers are multiplied with, rounding once. rows: their row for each 16 of
@@ -67,6 +67,8 @@ def load_block(
         per_group = [_per_channel(fmt, vector, thread, rows) for vector in vectors]
         zero = per_group.pop(0) if zeros is not None else None
         scale = per_group.pop(0) if scales is not None else None
+        if scale is not None and fmt.scales_integers:
+            scale = _scaled_units(fmt, scale, rows, has_bf16_mul)
         registers = [np.empty(layout.registers_shape((BLOCK_N, width)), dtype=object) for _ in result]
         found = registers_of_words(fmt, words, scale_words, zero, scale, parts, has_bf16_mul=has_bf16_mul)
         for (q, k_half, row_half), value in found.items():
@@ -96,10 +98,10 @@ def registers_of_words(
     """(step of K, half of the step, half of the rows) -> a register of a thread's fragment, from its words of a block.
 
     scale_words: of its channel and the one 8 further down, where the block ends in scales. zero, scale, parts: a
-    group's zero term (``spread``), what operands are multiplied with in place of the block's scales, and float32
-    factors as two numbers.
+    group's zero term (``spread``), what operands are multiplied with in place of the block's scales (``_scaled_units``
+    where ``fmt.scales_integers``), and float32 factors as two numbers.
     """
-    factor = scale
+    factor, units = (None, scale) if fmt.scales_integers else (scale, None)
     if fmt.is_8bit and fmt.scale_words:
         zero = _tables(scale_words)
     elif scale is None:
@@ -111,7 +113,10 @@ def registers_of_words(
             word, pair = words[q], 2 * k_half + row_half
         else:
             word, pair = words[2 * q + k_half], row_half
-        value = convert(fmt, word, pair, None if zero is None else zero(q, row_half))
+        if units is not None:
+            value = _from_integer(fmt, word, pair, *units(q, row_half))
+        else:
+            value = convert(fmt, word, pair, None if zero is None else zero(q, row_half))
         if factor is not None:
             value = _product(fmt.operand, value, factor(q, row_half), has_bf16_mul)
         if parts is not None:
@@ -140,7 +145,7 @@ def _words(fmt: PackedFormat, block: TileRef, thread: IrValue) -> list[IrValue]:
 def _block_scales(fmt: PackedFormat, words: list[IrValue]) -> OfPart | None:
     """(step of K, half of the rows) -> the block's own scale in both halves of a register, or what moved bits lack."""
     if fmt.element in _EXPONENT_SHIFT and not fmt.scale_words:
-        shift = _asm([], f"mov.b32 $0, {_EXPONENT_SHIFT[fmt.element][fmt.operand]:#x};")
+        shift = _register(_EXPONENT_SHIFT[fmt.element][fmt.operand])
         return lambda q, row_half: shift
     if not fmt.scale_words:
         return None
@@ -227,6 +232,21 @@ def _per_channel(fmt: PackedFormat, vector: TileRef, thread: IrValue, rows: tupl
     return lambda q, row_half: number(rows[q], row_half)
 
 
+def _scaled_units(fmt: PackedFormat, scale: OfPart, rows: tuple[int, ...], has_bf16_mul: bool) -> OfPart:
+    """(step of K, half of the rows) -> (zero term, units by place) of ``_from_integer``, times the group's scale."""
+    less = fmt.folded_unit / fmt.unit
+    numbers = (zero_term(fmt, 0.0), *(_unit(fmt, place) for place in range(8 // fmt.bits)))
+    constants = [_register(_twice(fmt.operand, number * less)) for number in numbers]
+
+    @functools.cache
+    def of_group(group, row_half):
+        own = scale(rows.index(group), row_half)
+        term, *units = (_product(fmt.operand, own, constant, has_bf16_mul) for constant in constants)
+        return term, units
+
+    return lambda q, row_half: of_group(rows[q], row_half)
+
+
 def spread(fmt: PackedFormat, bits: IrValue) -> IrValue:
     """A number of ``fmt.operand`` in all parts of a register."""
     return _asm([bits], "prmt.b32 $0, $1, 0, 0;") if fmt.is_8bit else _one_of(bits, 0)
@@ -250,19 +270,23 @@ def _two_parts(vector: TileRef, thread: IrValue, rows: tuple[int, ...]) -> OfPar
     return lambda q, row_half: number(rows[q], row_half)
 
 
-def _from_integer(fmt: PackedFormat, word: IrValue, pair: int, term: IrValue) -> IrValue:
-    """Unsigned codes by masks, then one sum or product and sum: (u + zero_term) * fmt.unit."""
+def _from_integer(
+    fmt: PackedFormat, word: IrValue, pair: int, term: IrValue, units: Sequence[IrValue] | None = None
+) -> IrValue:
+    """Unsigned codes by masks, then one sum or product and sum: (u + zero_term) * fmt.unit, or with what term and units
+    hold in place of both.
+    """
     byte, place = divmod(pair, 8 // fmt.bits)
     if byte:
         word = arith.shrui(word, _constant(8))
     mask = ((1 << fmt.bits) - 1 << fmt.bits * place) * 0x10001
     if term is None:
-        term = _asm([], f"mov.b32 $0, {_twice(fmt.operand, zero_term(fmt, 0.0)):#x};")
+        term = _register(_twice(fmt.operand, zero_term(fmt, 0.0)))
     if fmt.operand == "bfloat16":
         # The last bit of the exponent is where the mantissa's eighth would be: the least normal numbers go on counting.
-        unit = _twice(fmt.operand, 2.0 ** (127 - fmt.bits * place))
-        text = f"{{ .reg .b32 t, u; and.b32 t, $1, {mask:#x}; mov.b32 u, {unit:#x}; fma.rn.bf16x2 $0, t, u, $2; }}"
-        return _asm([word, term], text)
+        unit = _register(_twice(fmt.operand, _unit(fmt, place))) if units is None else units[place]
+        text = f"{{ .reg .b32 t; and.b32 t, $1, {mask:#x}; fma.rn.bf16x2 $0, t, $2, $3; }}"
+        return _asm([word, unit, term], text)
     placed = _asm([word], f"lop3.b32 $0, $1, {mask:#x}, 0x64006400, 0xEA;")  # 1024 and what the last bits count
     if not place:
         return _asm([placed, term], "add.rn.f16x2 $0, $1, $2;")
@@ -270,6 +294,15 @@ def _from_integer(fmt: PackedFormat, word: IrValue, pair: int, term: IrValue) ->
     less, unit = _twice(fmt.operand, 960.0), _twice(fmt.operand, 1 / 16)
     other = _asm([term], f"{{ .reg .b32 t; mov.b32 t, {less:#x}; add.rn.f16x2 $0, $1, t; }}")
     return _asm([placed, other], f"{{ .reg .b32 u; mov.b32 u, {unit:#x}; fma.rn.f16x2 $0, $1, u, $2; }}")
+
+
+def _unit(fmt: PackedFormat, place: int) -> float:
+    """What a code at ``place``, as the bits of a bfloat16, is multiplied with."""
+    return 2.0 ** (127 - fmt.bits * place)
+
+
+def _register(bits: int) -> IrValue:
+    return _asm([], f"mov.b32 $0, {bits:#x};")
 
 
 def _twice(dtype: str, value: float) -> int:

@@ -68,6 +68,23 @@ class PackedFormat:
         return 16.0 if self.operand == "int8" and not self.has_zero_point else 1.0
 
     @property
+    def scales_integers(self) -> bool:
+        """Whether the fma that makes a bfloat16 of an integer can multiply it with its group's scale, too: it takes the
+        product of scale and zero point, which rounds unless that is a power of two.
+        """
+        is_integer = self.element in ("int4", "int8") and self.operand == "bfloat16"
+        return is_integer and self.scale == "group" and not self.has_zero_point
+
+    @property
+    def folded_unit(self) -> float:
+        """As ``unit``, where scales of groups are multiplied into the operands.
+
+        That fma takes 2**127 times ``unit`` and scale, so the operand is made 2**-48 times as large: scales of up to
+        2**48 do not overflow, and those from 2**-72 on round as they would without.
+        """
+        return self.unit * 2.0**-48 if self.scales_integers else self.unit
+
+    @property
     def block_k(self) -> int:
         """K of one block: 128 bytes of operands."""
         return 128 // jnp.dtype(self.operand).itemsize

@@ -278,6 +278,7 @@ def _packed(
     column: Scalar,
 ) -> None:
     fmt, block_m, height = desc.fmt, config.block_m, piece_m(desc, config)
+    unit = fmt.folded_unit if folds_scales(desc) else fmt.unit
     (xs, ws, *vectors), staging = scratch
     scales = vectors.pop(0) if fmt.scale == "group" else None
     zeros = vectors.pop(0) if fmt.has_zero_point else None
@@ -397,12 +398,12 @@ def _packed(
                     value = totals[index][piece].astype(jnp.float32)
                     if desc.lhs_scale == "row":
                         ref = operands["x_scale"].at[pl.ds(first_row + piece * height, height)]
-                        vector = mosaic.load(ref, layout=sums.reduce(0), optimized=False) * (1 / fmt.unit)
+                        vector = mosaic.load(ref, layout=sums.reduce(0), optimized=False) * (1 / unit)
                         value = value * lax.broadcast_in_dim(vector, shape, [1])
                     elif desc.lhs_scale == "tensor":
-                        value = value * (operands["x_scale"][0] * (1 / fmt.unit))
-                    elif fmt.unit != 1:
-                        value = value * (1 / fmt.unit)
+                        value = value * (operands["x_scale"][0] * (1 / unit))
+                    elif unit != 1:
+                        value = value * (1 / unit)
                     if desc.has_channel_scale:
                         value = value * of_channels(operands["channel_scale"].at[places[index]])
                     if desc.bias_dtype is not None:

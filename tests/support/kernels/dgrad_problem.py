@@ -230,6 +230,8 @@ def unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: An
         return jnp.concatenate(quarters, axis=1)
 
     value = codes * fmt.unit + (-8 * fmt.unit if zeros is None else spread(zeros))
+    if scales is not None:
+        value = value * (fmt.folded_unit / fmt.unit)
     for factor in (scales, wide_scales):
         value = value if factor is None else value * spread(factor)
     return (value.astype(fmt.operand),)

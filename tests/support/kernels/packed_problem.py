@@ -53,9 +53,12 @@ KINDS: dict[str, tuple[PackedFormat, str | None, bool]] = {
 
 @dataclasses.dataclass
 class PackedProblem(Problem):
-    """A problem of ``grouped_gemm_packed``. stored: arguments of ``to_kernel_layout``."""
+    """A problem of ``grouped_gemm_packed``. stored: arguments of ``to_kernel_layout``. tile_rows: rows in use of each
+    tile, which its arguments do not tell.
+    """
 
     stored: dict[str, np.ndarray]
+    tile_rows: jax.Array
 
 
 def make_stored(kind: str, lead: tuple[int, int], n: int, k: int, rng: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
@@ -115,7 +118,7 @@ def make_problem(
     rng = np.random.default_rng(seed)
     fmt = KINDS[kind][0]
     experts, projections = len(sizes), 2 if activation is not None and activation.is_gated else 1
-    tile_expert, _, row_expert = tiles_of(sizes, block_m, spare_tiles)
+    tile_expert, tile_rows, row_expert = tiles_of(sizes, block_m, spare_tiles)
     rows = len(row_expert)
 
     if fmt.operand == "int8":
@@ -141,7 +144,7 @@ def make_problem(
     kwargs = {name: jnp.asarray(v) if hasattr(v, "dtype") and hasattr(v, "shape") else v for name, v in kwargs.items()}
     w = jax.tree.map(jnp.asarray, to_kernel_layout(fmt, **stored))
     args = (jnp.asarray(x), w, jnp.asarray(tile_expert), jnp.int32(len(tile_expert) - spare_tiles))
-    return PackedProblem(args, kwargs, expected, row_expert, stored)
+    return PackedProblem(args, kwargs, expected, row_expert, stored, jnp.asarray(tile_rows))
 
 
 def packed_tolerance(kind: str, out_dtype: Any, *, folded: bool = False, tensor_core: bool = False) -> Tolerance:
