@@ -230,5 +230,5 @@ def test_heights_of_a_tile(block_m, operand, on_numpy):
         called: list[int] = []
         dequant._at_height(cta, in_use, called.append)
         assert called == [next(rows for rows in found if rows >= in_use)]
-    for changes in (dict(has_tile_rows=False), dict(num_experts=1), dict(unpermuted_rows=8)):
+    for changes in (dict(has_tile_rows=False), dict(unpermuted_rows=8)):
         assert heights(dataclasses.replace(desc, **changes), config) == (block_m,)

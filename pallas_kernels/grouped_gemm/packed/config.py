@@ -34,7 +34,7 @@ _LOWER = {
     144: (48, 112, 128),
     160: (48, 112, 144),
     176: (48, 112, 144),
-    192: (48, 112, 160),
+    192: (96,),  # with another one two formats spill
     256: (64, 128, 192),
 }
 
@@ -106,8 +106,10 @@ def heights(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
 
     All alone where those in use are not known, or not the first of a tile.
     """
-    if not desc.has_tile_rows or desc.unpermuted_rows or desc.num_experts == 1:
+    if not desc.has_tile_rows or desc.unpermuted_rows:
         return (config.block_m,)
+    if is_promoted(desc, config) and config.num_consumers == 4 and (piece := promoted_rows(config)) < config.block_m:
+        return tuple(range(piece, config.block_m + 1, piece))  # in whole pieces: a lower one beside them spills
     is_int8 = desc.fmt.operand == "int8"  # above 32 the integer wgmma takes multiples of 16 alone
     lower = [rows for rows in _LOWER.get(config.block_m, ()) if not is_int8 or rows <= 32 or rows % 16 == 0]
     return (*lower, config.block_m)

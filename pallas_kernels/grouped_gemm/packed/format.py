@@ -79,8 +79,9 @@ class PackedFormat:
     def folded_unit(self) -> float:
         """As ``unit``, where scales of groups are multiplied into the operands.
 
-        That fma takes 2**127 times ``unit`` and scale, so the operand is made 2**-48 times as large: scales of up to
-        2**48 do not overflow, and those from 2**-72 on round as they would without.
+        That fma takes 2**127 times ``unit`` and scale, so the operand is made 2**-48 times as large. Then scales of up
+        to 2**48 do not overflow, those from 2**-72 on round as they would without, and products with x are normal
+        numbers of the accumulator while x times scale is 2**-72 or more.
         """
         return self.unit * 2.0**-48 if self.scales_integers else self.unit
 

@@ -23,6 +23,7 @@ from moe_jax.quantization import dequantize_tensor, method_for
 from tests.support.cases.experts import make_config, make_stored_weights, with_nan
 from tests.support.cases.hopper_layers import E, K, inputs, make_layer, on_hopper
 from tests.support.kernels.case import launches
+from tests.support.kernels.unspecified_rows import with_unspecified_rows
 from tests.support.oracles.expert_gradients import assert_gradients_close, expert_gradients
 
 TOKENS = 420
@@ -86,20 +87,6 @@ def over_whole_steps(dy, x, first_row, num_rows, *, out_dtype=jnp.bfloat16, impl
     own = (row >= first_row[:, None]) & (row < end[:, None])
     parts = [[jnp.where(rows[:, None], side, 0).astype(jnp.float32) for side in (dy, x)] for rows in own]
     return jnp.stack([left.T @ right for left, right in parts]).astype(out_dtype)
-
-
-def with_unspecified_rows(product):
-    """``product``, whose rows past ``tile_rows`` are not numbers."""
-
-    def run(*arguments, tile_rows=None, **options):
-        found = product(*arguments, tile_rows=tile_rows, **options)
-        if tile_rows is None:
-            return found
-        block_m = len(arguments[0]) // len(tile_rows)
-        own = jnp.arange(len(arguments[0])) % block_m < jnp.repeat(tile_rows, block_m)
-        return jax.tree.map(lambda leaf: jnp.where(own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.nan), found)
-
-    return run
 
 
 @pytest.mark.parametrize("options", [dict(), dict(keep_hidden=True), dict(has_bias=True)], ids=str)

@@ -18,6 +18,7 @@ from moe_jax.experts.hopper._kernel_layout import kernel_format, to_kernel_layou
 from moe_jax.quantization import SCHEMES, QuantFormat, Scheme, Strategy, method_for
 from tests.support.cases import experts as cases
 from tests.support.kernels.traces import equations
+from tests.support.kernels.unspecified_rows import with_unspecified_rows
 from tests.support.oracles.layer_judge import assert_layer_close
 
 PACKED = [name for name, scheme in SCHEMES.items() if kernel_format(scheme, "bfloat16") is not None]
@@ -53,6 +54,21 @@ def test_rows_against_float64(scheme):
     x = cases.make_tokens(23, config, dtype="bfloat16")
     p, ids = cases.make_routing(23)
     is_routed = (ids >= 0) & (ids < cases.E)
+    run = jax.jit(lambda x, p, ids, w: hopper_experts.forward(config, x, p, ids, w, kernels="reference"))
+    y = run(x, jnp.where(is_routed, p, 0), jnp.where(is_routed, ids, -1), packed)
+    assert_layer_close(y, x, p, ids, weights, config)
+
+
+@pytest.mark.parametrize("tokens", [3, 23])
+@pytest.mark.parametrize("scheme", ["w4a16_g32_asym", "nvfp4_modelopt", "w4a8_int8", "w4a8_int8_g64_actorder"])
+def test_rows_past_those_of_a_tile_take_no_part(scheme, tokens, monkeypatch):
+    """What a product leaves unwritten behind a tile's rows reaches no output, moved rows or not."""
+    config, weights, packed = layer(scheme, **options_of(scheme))
+    x = cases.make_tokens(tokens, config, dtype="bfloat16")
+    p, ids = cases.make_routing(tokens)
+    is_routed = (ids >= 0) & (ids < cases.E)
+    product = with_unspecified_rows(hopper_experts.grouped_gemm_packed)
+    monkeypatch.setattr(hopper_experts, "grouped_gemm_packed", product)
     run = jax.jit(lambda x, p, ids, w: hopper_experts.forward(config, x, p, ids, w, kernels="reference"))
     y = run(x, jnp.where(is_routed, p, 0), jnp.where(is_routed, ids, -1), packed)
     assert_layer_close(y, x, p, ids, weights, config)

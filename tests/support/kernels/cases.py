@@ -575,6 +575,7 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig | PackedVector
         "channel_scale": ((blocks, 64), "float32"),
         "bias": ((blocks, 64), desc.bias_dtype or "float32"),
         "x_scale": ((1,) if desc.lhs_scale == "tensor" else (scaled,), "float32"),
+        "tile_rows": ((desc.rows // config.block_m,), "int32"),
     }
     for index, n in enumerate(desc.widths):
         end = f"_{index}" if index else ""
@@ -590,14 +591,14 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig | PackedVector
 
 def packed_cases() -> Iterator[Case]:
     """Each format, gated with a bias and alone, at every tile height with what the heuristic likes best there; the two
-    commonest formats with all it may choose.
+    commonest formats with all it may choose. Tiles are multiplied at several heights.
     """
     for name, options in PACKED.items():
         variants: tuple[dict[str, Any], ...] = (dict(bias_dtype="bfloat16", **_GATED), {})
         is_common = name in ("int4 g128", "nvfp4")
         for gated in variants:
             for block_m in (8, 16, *((24,) if is_common else ()), 64, 80, 128, 144, 176):
-                desc = _in_tiles(dataclasses.replace(_PACKED_BASE, **options, **gated), block_m)
+                desc = _in_tiles(dataclasses.replace(_PACKED_BASE, **options, **gated, **_RAGGED), block_m)
                 found = list(packed_candidates(desc, block_m, H200_SMS))
                 for config in found if is_common else found[:1]:
                     yield packed_case(f"{name}{' gated' if gated else ''}", desc, config)

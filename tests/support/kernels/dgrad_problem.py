@@ -229,7 +229,7 @@ def unpacked(fmt: Any, block: Any, width: int, rows: Any, zeros: Any, scales: An
         quarters = [jnp.broadcast_to(vector[row].astype(jnp.float32)[:, None], (64, fmt.block_k // 4)) for row in rows]
         return jnp.concatenate(quarters, axis=1)
 
-    value = codes * fmt.unit + (-8 * fmt.unit if zeros is None else spread(zeros))
+    value = codes * fmt.unit + (-fmt.unit * 2 ** (fmt.bits - 1) if zeros is None else spread(zeros))
     if scales is not None:
         value = value * (fmt.folded_unit / fmt.unit)
     for factor in (scales, wide_scales):
