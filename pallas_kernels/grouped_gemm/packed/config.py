@@ -19,8 +19,9 @@ LARGE_M = (112, 144, 160, 176, 192)
 # Warpgroups that enter with 65,536 registers between them, and what (consumers, producer) then ask for.
 _REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (232, 40), 3: (152, 56), 4: (104, 40)}
 _LARGE_M_REGISTERS = {2: (240, 24), 3: (152, 56)}
-# Lower heights that a tile with fewer rows in use is multiplied at, each a loop of its own: next to the tile's for what
-# is left of an expert under even routing, far below it for the experts that uneven routing leaves with few rows.
+# Lower heights that a tile with fewer rows in use is multiplied at: near the tile's for what is left of an expert under
+# even routing, far below it for the experts that uneven routing leaves with few rows. Each is a loop of its own, which
+# takes time to compile, and in tiles of 192 rows two of them spill.
 _LOWER = {
     16: (8,),
     24: (16,),
@@ -28,14 +29,14 @@ _LOWER = {
     48: (32, 40),
     64: (32, 48),
     80: (32, 64),
-    96: (32, 64, 80),
-    112: (48, 96),
-    128: (48, 96, 112),
-    144: (48, 112, 128),
-    160: (48, 112, 144),
-    176: (48, 112, 144),
-    192: (96,),  # with another one two formats spill
-    256: (64, 128, 192),
+    96: (64, 80),
+    112: (48, 80),
+    128: (48, 96),
+    144: (48, 112),
+    160: (48, 112),
+    176: (48, 112),
+    192: (96,),
+    256: (96, 176),
 }
 
 
@@ -108,8 +109,13 @@ def heights(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
     """
     if not desc.has_tile_rows or desc.unpermuted_rows:
         return (config.block_m,)
-    if is_promoted(desc, config) and config.num_consumers == 4 and (piece := promoted_rows(config)) < config.block_m:
-        return tuple(range(piece, config.block_m + 1, piece))  # in whole pieces: a lower one beside them spills
+    if is_promoted(desc, config) and config.num_consumers == 4:
+        # Registers are short: lower pieces beside whole ones spill, and so do lower heights of other operands.
+        piece = promoted_rows(config)
+        if desc.fmt.bits == 8 or desc.fmt.is_8bit:
+            return (config.block_m,)
+        if piece < config.block_m:
+            return tuple(range(piece, config.block_m + 1, piece))
     is_int8 = desc.fmt.operand == "int8"  # above 32 the integer wgmma takes multiples of 16 alone
     lower = [rows for rows in _LOWER.get(config.block_m, ()) if not is_int8 or rows <= 32 or rows % 16 == 0]
     return (*lower, config.block_m)
