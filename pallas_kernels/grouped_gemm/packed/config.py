@@ -21,7 +21,7 @@ _REGISTERS: dict[int, tuple[int, int] | None] = {1: None, 2: (232, 40), 3: (152,
 _LARGE_M_REGISTERS = {2: (240, 24), 3: (152, 56)}
 # Lower heights that a tile with fewer rows in use is multiplied at: near the tile's for what is left of an expert under
 # even routing, far below it for the experts that uneven routing leaves with few rows. Each is a loop of its own, which
-# takes time to compile, and in tiles of 192 rows two of them spill.
+# takes time to compile, and in tiles of 176 rows and more two of them spill.
 _LOWER = {
     16: (8,),
     24: (16,),
@@ -34,7 +34,7 @@ _LOWER = {
     128: (48, 96),
     144: (48, 112),
     160: (48, 112),
-    176: (48, 112),
+    176: (96,),
     192: (96,),
     256: (96, 176),
 }
