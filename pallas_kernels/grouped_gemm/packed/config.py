@@ -110,9 +110,9 @@ def heights(desc: PackedDesc, config: PackedConfig) -> tuple[int, ...]:
     if not desc.has_tile_rows or desc.unpermuted_rows:
         return (config.block_m,)
     if is_promoted(desc, config) and config.num_consumers == 4:
-        # Registers are short: lower pieces beside whole ones spill, and so do lower heights of other operands.
+        # Registers are short: lower pieces beside whole ones spill, and so do lower heights of other formats.
         piece = promoted_rows(config)
-        if desc.fmt.bits == 8 or desc.fmt.is_8bit:
+        if not _is_lean(desc) or desc.fmt.is_8bit:
             return (config.block_m,)
         if piece < config.block_m:
             return tuple(range(piece, config.block_m + 1, piece))
@@ -235,6 +235,11 @@ def accumulators(desc: PackedDesc, config: PackedConfig) -> int:
     return count
 
 
+def _is_lean(desc: PackedDesc) -> bool:
+    """Whether group scales come with few numbers beside them: one a group of 128 or more, without a zero point."""
+    return desc.fmt.bits == 4 and not desc.fmt.has_zero_point and (desc.fmt.group_size or 0) >= 128
+
+
 def _room(desc: PackedDesc, config: PackedConfig) -> int:
     """Registers that a thread of a consumer has for accumulators; with more of them ptxas spills."""
     fmt, own, group = desc.fmt, own_projections(desc, config), desc.fmt.group_size or 0
@@ -248,8 +253,7 @@ def _room(desc: PackedDesc, config: PackedConfig) -> int:
         return 32 if config.num_consumers == 4 and own > 1 else min(room, 80)
     if not is_promoted(desc, config):
         return room
-    is_lean = fmt.bits == 4 and not fmt.has_zero_point and group >= 128
-    if config.num_consumers == 4 and own == 1 and is_lean:
+    if config.num_consumers == 4 and own == 1 and _is_lean(desc):
         if fmt.is_8bit:
             return 48
         return 60 if desc.projections == 1 or config.part_blocks == 1 else 48 if config.block_m <= 48 else 40
