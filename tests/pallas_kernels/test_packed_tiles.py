@@ -87,6 +87,7 @@ CASES = {
     "sums, gated": ("int4 g128", PackedConfig(24, 2, 2, 2, num_sms=2), GATED),
     "operands": ("int4 g128", PackedConfig(80, 2, 2, 2, True, num_sms=2), dict(x_scale="row")),
     "pieces": ("int4 g128", PackedConfig(80, 2, 2, 2, num_sms=2), dict(x_scale="row", out_dtype=jnp.float32)),
+    "whole pieces": ("int4 g128", PackedConfig(80, 4, 2, 2, num_sms=2), dict(x_scale="row")),
     "K shared": ("int4 g64", PackedConfig(32, 4, 4, 2, num_sms=1, k_split=2), dict(x_scale="row")),
     "a projection each": ("int4 g128", PackedConfig(96, 2, 2, 2, num_sms=1, splits_projections=True), GATED),
     "zero points": ("int4 g128 asym", PackedConfig(48, 2, 2, 2, True, num_sms=2), dict(x_scale="row")),
@@ -109,6 +110,7 @@ def test_rows_in_use(case, on_threads):
     problem.assert_close(rows, packed_tolerance(kind, problem.kwargs["out_dtype"], folded=config.folds_scales))
     whole = run(problem, config, has_tile_rows=False)
     np.testing.assert_array_equal(rows[problem.own], whole[problem.own])
-    used = [next(height for height in found if height >= rows) if rows else 0 for rows in np.asarray(problem.tile_rows)]
+    counts = np.asarray(problem.tile_rows)
+    used = [next(height for height in found if height >= count) if count else 0 for count in counts]
     is_behind = np.arange(block_m) >= np.asarray(used)[:, None]
     assert np.isnan(rows[is_behind.reshape(-1)].astype(np.float32)).all()
