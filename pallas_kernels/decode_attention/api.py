@@ -19,6 +19,7 @@ from pallas_kernels.decode_attention.config import (
     quantizing_error,
 )
 from pallas_kernels.decode_attention.reference import decode_attention_ref
+from pallas_kernels.decode_attention.schedule import make_schedule
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
@@ -104,9 +105,10 @@ def decode_attention(
         kernel = (decode_sm90 if chosen.swap_ab else latents_sm90)(desc, chosen)
         stacked = () if scales is None else (jnp.stack(scales),)
         pages = () if page_table is None else (page_table,)
+        schedule = make_schedule(desc, chosen, *rows) if chosen.runs else ()
         operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *stacked, *pages, *rows)
-        flat = [array.reshape(-1) for array in kernel(*operands)]
-        parts = (*flat, *rows, *stacked, *([] if sinks is None else [sinks]))
+        flat = [array.reshape(-1) for array in kernel(*operands, *schedule)]
+        parts = (*flat, *rows, *schedule[:1], *stacked, *([] if sinks is None else [sinks]))
         if rows_out is not None:
             codes, own_scales = combine_quantized_sm90(desc, chosen, rows_out)(*parts)
             return codes.reshape(rows_out.num_tokens, -1), own_scales.reshape(rows_out.scale_shape)

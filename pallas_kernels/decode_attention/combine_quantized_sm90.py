@@ -21,10 +21,10 @@ from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Value
-from pallas_kernels.decode_attention.combine_sm90 import Part, SplitSums
+from pallas_kernels.decode_attention.combine_sm90 import UNROLL_RUNS, Part, Parts, SplitSums
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, values_a_thread
-from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
+from pallas_kernels.decode_attention.schedule import seen
 from pallas_kernels.quantize_and_permute.by_thread_sm90 import coded, magnitude
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
@@ -54,16 +54,18 @@ def _kernel(
 ) -> None:
     mosaic.begin()
     sums, tops, totals, starts, lengths, first_slots, *rest, codes, scales_out = refs
+    share = rest.pop(0) if config.runs else None
     scales = rest.pop(0) if desc.is_e4m3 else None
     splits, columns, width = config.num_splits(desc), config.columns, desc.value_width
     number = values_a_thread(desc, config)
     unroll = 1 if warpgroups > 4 else 4 if number <= 8 else 2  # twice as many are loaded at once; more spill
+    unroll = min(unroll, UNROLL_RUNS) if config.runs else unroll
 
     warpgroup = lax.axis_index("warpgroup")
     tile = lax.axis_index("cta") * warpgroups + warpgroup
     row, kv_head = lax.div(tile, jnp.int32(desc.num_kv_heads)), lax.rem(tile, jnp.int32(desc.num_kv_heads))
-    first, end = seen(desc, starts[row], lengths[row], first_slots[row])
-    _, begin, end = splits_of(desc, config, first, end)
+    slots = seen(desc, starts[row], lengths[row], first_slots[row])
+    parts = Parts.of(desc, config, share, tile, slots)
 
     thread = simt.thread_index() & (WARPGROUP - 1)
     column = thread & (columns - 1)
@@ -74,8 +76,8 @@ def _kernel(
     def load(offset: Any) -> list[Part]:
         found = []
         for j in range(unroll):
-            split = nothing + (begin + offset + j)
-            inside, place = is_used & (split < end), split + tile * splits
+            split, is_part = parts.at(offset + j)
+            inside, place = is_used & (nothing + is_part != 0), nothing + (split + tile * splits)
             own = [simt.load_float(a, place * columns + column, inside, x) for a, x in stats]
             values = [place * (width * columns) + (thread + i * WARPGROUP) for i in range(number)]
             found.append((*own, tuple(simt.load_float(sums, index, inside, 0.0) for index in values)))
@@ -83,7 +85,7 @@ def _kernel(
 
     stats = ((tops, FLOOR), (totals, 0.0))
     sink = simt.load_float(rest[0], head, is_used, 0.0) * LOG2_E if rest else None
-    added = SplitSums.of_sink(sink, number).plus_all(load, end - begin, unroll, splits <= unroll)
+    added = SplitSums.of_nothing(number).plus_all(load, parts.count, unroll, splits <= unroll).with_sink(sink)
     results = added.outputs(None if scales is None else scales[1])
     results = [result.astype(desc.dtype).astype(jnp.float32) for result in results]
 

@@ -17,13 +17,14 @@ from jax import lax
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
-from pallas_kernels.common.types import Kernel, Ref, Value
+from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
-from pallas_kernels.decode_attention.items_sm90 import seen, splits_of
 from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
+from pallas_kernels.decode_attention.schedule import run_length, seen, splits_of
 
 UNROLL = 8  # splits whose sums are loaded at once
 UNROLL_WIDE = 4  # where a thread has several values of each
+UNROLL_RUNS = 2  # where most tiles have one run and nothing behind it
 
 Part = tuple[Value, Value, tuple[Value, ...]]  # of a split: the largest score, the sum of its weights, sums of values
 
@@ -41,11 +42,17 @@ class SplitSums(NamedTuple):
     denominator: Value
 
     @classmethod
-    def of_sink(cls, sink: Value | None, count: int) -> "SplitSums":
-        """sink: the logit of a head that attends to no value, times log2(e), or None. count: values of a thread."""
+    def of_nothing(cls, count: int) -> "SplitSums":
+        """count: values of a thread."""
         zero = lax.bitcast_convert_type(simt.constant(0), jnp.float32)
-        top = zero + FLOOR if sink is None else lax.max(zero + FLOOR, sink)
-        return cls(top, (zero,) * count, zero if sink is None else jnp.exp2(sink - top))
+        return cls(zero + FLOOR, (zero,) * count, zero)
+
+    def with_sink(self, sink: Value | None) -> "SplitSums":
+        """sink: the logit of a head that attends to no value, times log2(e), or None."""
+        if sink is None:
+            return self
+        zero = jnp.zeros_like(sink)
+        return self.plus((sink, zero + 1.0, (zero,) * len(self.numerators)))
 
     def plus(self, part: Part) -> "SplitSums":
         score, weight, values = part
@@ -81,11 +88,40 @@ class SplitSums(NamedTuple):
         return results if scale is None else [result * scale for result in results]
 
 
-def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
-    """The kernel: (sums, tops, totals, starts, lengths, first_slots, [scales], [sinks]) -> (B, S, N, V) flat.
+class Parts(NamedTuple):
+    """The partial sums of a tile: of its run, in the place of the first split, and of each split behind it.
 
-    sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; scales (2,) float32, of keys and of
-    values in e4m3; sinks (N,).
+    Args:
+        begin: the first split.
+        run: splits of the run; 1 where there are no runs.
+        count: partial sums.
+    """
+
+    begin: Scalar
+    run: Scalar
+    count: Scalar
+
+    @classmethod
+    def of(cls, desc: DecodeDesc, config: DecodeConfig, share: Ref | None, tile: Scalar, slots: Any) -> "Parts":
+        """Of a tile whose queries see the ``slots`` [first, end)."""
+        first, end = slots
+        size, begin, stop = splits_of(desc, config, first, end)
+        if share is None:
+            return cls(begin, jnp.int32(1), stop - begin)
+        run = lax.max(run_length(desc, config, share[0], tile, stop - begin, size), jnp.int32(1))
+        return cls(begin, run, jnp.where(begin < stop, stop - begin - run + 1, 0))
+
+    def at(self, index: Any) -> tuple[Scalar, Scalar]:
+        """(its place, 1 if there is one, else 0)."""
+        behind = jnp.where(index > 0, self.run - 1, 0)
+        return self.begin + index + behind, jnp.where(index < self.count, 1, 0)
+
+
+def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
+    """The kernel: (sums, tops, totals, starts, lengths, first_slots, [share], [scales], [sinks]) -> (B, S, N, V) flat.
+
+    sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; share of a ``Schedule``; scales (2,)
+    float32, of keys and of values in e4m3; sinks (N,).
     """
     out = jax.ShapeDtypeStruct(
         (desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), jnp.dtype(desc.dtype)
@@ -108,6 +144,7 @@ def num_combining_ctas(desc: DecodeDesc, config: DecodeConfig) -> int:
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     mosaic.begin()
     sums, tops, totals, starts, lengths, first_slots, *rest, out = refs
+    share = rest.pop(0) if config.runs else None
     scales = rest.pop(0) if desc.is_e4m3 else None
     sinks = rest
     cta = lax.axis_index("cta")
@@ -132,17 +169,15 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
     head = kv_head * desc.group + member
     is_used = query < desc.num_queries
     own_row = lax.div(cta, jnp.int32(num_combining_ctas(desc, config) // desc.batch))
-    first, end = seen(desc, starts[own_row], lengths[own_row], first_slots[own_row])
-    _, begin, end = splits_of(desc, config, first, end)
+    slots = seen(desc, starts[own_row], lengths[own_row], first_slots[own_row])
+    cta_tile = lax.div(cta, jnp.int32(num_combining_ctas(desc, config) // config.all_tiles(desc)))
+    parts = Parts.of(desc, config, share, cta_tile, slots)
     place = tile * splits * columns + column
-    unroll = min(UNROLL if count == 1 else UNROLL_WIDE, splits)
+    unroll = min(UNROLL_RUNS if config.runs else UNROLL if count == 1 else UNROLL_WIDE, splits)
 
     def indices(offset: Any) -> list[tuple[Value, Value]]:
-        found = []
-        for j in range(unroll):
-            split_index = nothing + (begin + offset + j)
-            found.append((place + split_index * columns, is_used & (split_index < end)))
-        return found
+        own = [parts.at(offset + j) for j in range(unroll)]
+        return [(place + (nothing + split) * columns, is_used & (nothing + is_part != 0)) for split, is_part in own]
 
     def at(index: Value) -> Value:
         """Of ``sums``, from the index of its column in ``tops``."""
@@ -164,7 +199,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
         return found
 
     sink = simt.load_float(sinks[0], head, is_used, 0.0) * LOG2_E if sinks else None
-    added = SplitSums.of_sink(sink, count).plus_all(load, end - begin, unroll, splits <= unroll)
+    added = SplitSums.of_nothing(count).plus_all(load, parts.count, unroll, splits <= unroll).with_sink(sink)
     results = added.outputs(None if scales is None else scales[1])
     bits = [simt.float_bits(result, desc.dtype) for result in results]
     index = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value

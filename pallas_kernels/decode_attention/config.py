@@ -15,6 +15,7 @@ E4M3_WIDTHS = (64, 128, 256)
 MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spills
 SM_BYTES = 228 * 1024  # shared memory of an SM
 RESERVED_BYTES = 1024  # of it for each CTA
+_MAX_SUMS = 2048  # of a tile, where a CTA adds up several splits
 _BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
 _BARRIERS_OF_ROWS = 2048  # where queries are rows
 
@@ -71,6 +72,7 @@ class DecodeConfig:
         split: slots of a work item; the sums of the splits are added in their order.
         doubles_at: a row that sees more slots than one of these has splits twice as long, for each of them.
         joins_rest: slots behind the last whole split, if they are fewer than half of one, belong to it.
+        runs: a CTA takes several splits of a tile, one after the other, and adds them up itself (schedule.py).
         block_kv: slots of one step, a divisor of split.
         num_stages: stages of keys and values in shared memory, as they are in the cache, of ``stage_slots`` each.
         num_ctas: persistent CTAs, one or two an SM.
@@ -85,6 +87,7 @@ class DecodeConfig:
     swap_ab: bool = True
     doubles_at: tuple[int, ...] = ()
     joins_rest: bool = False
+    runs: bool = False
 
     @property
     def query_stages(self) -> int:
@@ -120,6 +123,7 @@ def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
         ((config.num_stages, block, both), stored),
         ((WIDE_STAGES if desc.is_e4m3 else 0, block, both), desc.dtype),
         ((columns, config.block_kv), desc.dtype),
+        ((desc.value_width + 2 if config.runs else 0, columns), "float32"),
     ]
     barriers = _BARRIERS if config.swap_ab else _BARRIERS_OF_ROWS
     return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + barriers
@@ -228,7 +232,9 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     config = DecodeConfig(columns, form.split, block_kv, 1, 1, True, form.doubles_at, form.joins_rest)
     items = config.all_tiles(desc) * config.num_splits(desc)
     ctas_per_sm = form.ctas_per_sm or (2 if _fits_twice(desc, config) and _most_items(desc, config) > num_sms else 1)
-    config = dataclasses.replace(config, num_ctas=max(1, min(num_sms * ctas_per_sm, items)))
+    num_ctas = max(1, min(num_sms * ctas_per_sm, items))
+    config = dataclasses.replace(config, num_ctas=num_ctas)
+    config = dataclasses.replace(config, runs=items > num_ctas and _may_run(desc, config))
     for stages in range(1, 13):
         wider = dataclasses.replace(config, num_stages=stages)
         fits = (shared_bytes(desc, wider) + RESERVED_BYTES) * ctas_per_sm <= SM_BYTES
@@ -249,6 +255,12 @@ def _fits_twice(desc: DecodeDesc, config: DecodeConfig) -> bool:
     """Whether ptxas gives a thread so few registers that an SM has those of two CTAs."""
     is_narrow = config.columns == 8 and max(desc.width, desc.value_width) <= 128
     return is_narrow and desc.num_queries == 1 and not desc.is_e4m3
+
+
+def _may_run(desc: DecodeDesc, config: DecodeConfig) -> bool:
+    """Whether tiles are so many that CTAs have whole ones or large parts, and a CTA has room for a tile's sums."""
+    is_many = 2 * config.all_tiles(desc) >= config.num_ctas
+    return is_many and not desc.is_latent and config.columns * desc.value_width <= _MAX_SUMS
 
 
 def _latents_form(desc: DecodeDesc) -> DecodeForm:

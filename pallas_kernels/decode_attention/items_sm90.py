@@ -1,8 +1,7 @@
-"""The work items of decode attention on the device: one split of the cache of one tile of queries."""
+"""The work items of decode attention on the device: a split of the cache of one tile of queries, or a run of them."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,19 +9,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.common.types import Ref, Scalar
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
+from pallas_kernels.decode_attention.schedule import Schedule, run_length, seen, splits_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A split of one tile of columns; fields are int32 of the device.
+    """Splits of one tile of columns that follow each other; fields are int32 of the device.
 
     Args:
         row, head: of the batch, and the key head.
         column: of the key head's, the first one.
         index: of its partial sums.
         start, length, slot: of the row: slots in use, and the slot of the first query.
+        split, num_splits: the first of them, and how many.
+        steps_of_split: block_kv slots of one.
         first_step: the first block_kv slots with one in use.
-        num_steps: how many are walked; 0 where no query sees the split.
+        num_steps: how many are walked; 0 where no query sees them.
     """
 
     row: Scalar
@@ -32,69 +34,96 @@ class Item:
     start: Scalar
     length: Scalar
     slot: Scalar
+    split: Scalar
+    num_splits: Scalar
+    steps_of_split: Scalar
     first_step: Scalar
     num_steps: Scalar
 
 
-def seen(desc: DecodeDesc, start: Any, length: Any, slot: Any) -> tuple[Any, Any]:
-    """[first, end) of the slots that any query of a row sees."""
-    first = start if desc.window is None else lax.max(start, slot - (desc.window - 1))
-    return first, lax.min(lax.min(length, slot + desc.num_queries), desc.num_slots)
-
-
-def splits_of(desc: DecodeDesc, config: DecodeConfig, first: Any, end: Any) -> tuple[Any, Any, Any]:
-    """(slots of a split, first split, end of the splits) of a row whose queries see the slots [first, end).
-
-    Splits are counted from slot 0. Their size follows from the number of these slots alone, not from other rows.
-    """
-    most = desc.num_slots if desc.window is None else min(desc.num_slots, desc.window + desc.num_queries - 1)
-    shift = jnp.int32(0)
-    for bound in config.doubles_at:
-        if most > bound:
-            shift += jnp.where(end - first > bound, jnp.int32(1), jnp.int32(0))
-    unit = jnp.int32(config.split)
-    size = lax.shift_left(unit, shift)
-    rest = lax.div(size, jnp.int32(2)) if config.joins_rest else size - 1
-    begin, stop = (lax.shift_right_logical(lax.div(slots, unit), shift) for slots in (first, end + rest))
-    if config.joins_rest:
-        stop = lax.max(stop, jnp.int32(1))
-        begin = lax.min(begin, stop - 1)
-    return size, begin, jnp.where(first < end, stop, begin)
-
-
 class Items:
-    """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other.
+    """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other; or as a ``Schedule`` has
+    them, runs first.
 
-    The last split comes first. It may have few slots, and what it takes besides loading them passes while the
-    slots of whole splits arrive; behind these nothing would arrive any more.
+    Without a schedule the last split comes first. It may have few slots, and what it takes besides loading them passes
+    while the slots of whole splits arrive; behind these nothing would arrive any more.
     """
 
     def __init__(
-        self, desc: DecodeDesc, config: DecodeConfig, cta: Scalar, starts: Ref, lengths: Ref, first_slots: Ref
+        self,
+        desc: DecodeDesc,
+        config: DecodeConfig,
+        cta: Scalar,
+        starts: Ref,
+        lengths: Ref,
+        first_slots: Ref,
+        schedule: Sequence[Ref] = (),
     ):
         self._desc, self._config, self._cta = desc, config, cta
         self._starts, self._lengths, self._first_slots = starts, lengths, first_slots
+        tiles = config.all_tiles(desc)
+
+        def every(total: Scalar) -> Scalar:
+            """Of ``total`` those that are this CTA's when it has each num_ctas-th."""
+            return lax.div(total - cta + (config.num_ctas - 1), jnp.int32(config.num_ctas))
+
+        self._schedule = Schedule(*schedule) if config.runs else None
+        if self._schedule is not None:
+            self._runs = every(tiles)
+            self._first_rest = self._schedule.first_rest[cta]
+            self._count = self._runs + (self._schedule.first_rest[cta + 1] - self._first_rest)
+            return
         self._splits = _used_splits(desc, config, starts, lengths, first_slots)
-        total = config.all_tiles(desc) * self._splits
-        self._count = lax.div(total - cta + (config.num_ctas - 1), jnp.int32(config.num_ctas))
+        self._count = every(tiles * self._splits)
+
+    def _place(self, t: Scalar) -> tuple[Scalar, Scalar]:
+        """(tile, split) of an item; -1 for the split of a run."""
+        desc, config = self._desc, self._config
+        if self._schedule is None:
+            tiles = jnp.int32(config.all_tiles(desc))
+            index = self._cta + t * config.num_ctas
+            return lax.rem(index, tiles), self._splits - 1 - lax.div(index, tiles)
+        rest, splits = self._schedule.rest, jnp.int32(config.num_splits(desc))
+
+        def of_rest() -> tuple[Scalar, Scalar]:
+            code = rest[self._first_rest + (t - self._runs)]
+            return lax.div(code, splits), lax.rem(code, splits)
+
+        # A branch, so that the first run does not wait for what it does not need.
+        return lax.cond(t < self._runs, lambda: (self._cta + t * config.num_ctas, jnp.int32(-1)), of_rest)
 
     def _item(self, t: Scalar) -> Item:
         desc, config = self._desc, self._config
-        tiles, splits, block_kv = config.all_tiles(desc), config.num_splits(desc), config.block_kv
-        index = self._cta + t * config.num_ctas
-        tile = lax.rem(index, jnp.int32(tiles))
-        split = self._splits - 1 - lax.div(index, jnp.int32(tiles))
+        splits, block_kv = config.num_splits(desc), config.block_kv
+        tile, split = self._place(t)
         own = jnp.int32(config.num_tiles(desc))
         pair, column = lax.div(tile, own), pl.multiple_of(lax.rem(tile, own) * config.columns, config.columns)
         row, head = lax.div(pair, jnp.int32(desc.num_kv_heads)), lax.rem(pair, jnp.int32(desc.num_kv_heads))
         start, length, slot = self._starts[row], self._lengths[row], self._first_slots[row]
         first, end = seen(desc, start, length, slot)
-        size, _, stop = splits_of(desc, config, first, end)
-        own_end = jnp.where(split + 1 < stop, lax.min(end, (split + 1) * size), end)
+        size, begin, stop = splits_of(desc, config, first, end)
+        count = jnp.int32(1)
+        if self._schedule is not None:
+            run = run_length(desc, config, self._schedule.share[0], tile, stop - begin, size)
+            split, count = jnp.where(split < 0, begin, split), jnp.where(split < 0, run, 1)
+        own_end = jnp.where(split + count < stop, lax.min(end, (split + count) * size), end)
         first, end = lax.max(first, split * size), jnp.where(split < stop, own_end, first)
         first_step = lax.div(first, jnp.int32(block_kv))
         steps = jnp.where(first < end, lax.div(end + (block_kv - 1), jnp.int32(block_kv)) - first_step, 0)
-        return Item(row, head, column, tile * splits + split, start, length, slot, first_step, steps)
+        return Item(
+            row=row,
+            head=head,
+            column=column,
+            index=tile * splits + split,
+            start=start,
+            length=length,
+            slot=slot,
+            split=split,
+            num_splits=count,
+            steps_of_split=lax.div(size, jnp.int32(block_kv)),
+            first_step=first_step,
+            num_steps=steps,
+        )
 
     def for_each(self, body: Callable[[Item, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
         """body(item, items before it, steps before it) for those that a query sees; the sums of both in the end."""

@@ -19,7 +19,8 @@ own, a step in each stage, and a third warpgroup writes them as 16-bit numbers i
 The scale of keys goes into that of the scores, the one of values into the output.
 
 A second launch adds the partial sums of a tile's splits, in their order (combine_sm90.py). A split's slots do not
-depend on the batch, so neither do the bits of a token.
+depend on the batch, so neither do the bits of a token. A CTA that takes a tile's first splits one after the other adds
+them up itself, as the second launch would (schedule.py).
 
 Softmax runs in float32, with scores scaled by log2(e). m starts at a finite floor, so a query that sees nothing has
 l = 0.
@@ -28,7 +29,7 @@ l = 0.
 import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,8 @@ from pallas_kernels.common import mosaic
 from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc, stage_slots
-from pallas_kernels.decode_attention.items_sm90 import Item, Items, seen
+from pallas_kernels.decode_attention.items_sm90 import Item, Items
+from pallas_kernels.decode_attention.schedule import seen
 from pallas_kernels.decode_attention.widen_sm90 import widen_tile
 
 FLOOR = -(2.0**100)  # below every score in use, and finite
@@ -49,17 +51,20 @@ PART = 128  # of a value's elements, multiplied at once
 COPIED = 32  # slots of a TMA copy
 REGISTERS = 240, 24, 240  # of a thread with codes: consumer, producer, converter
 
+Part: TypeAlias = tuple[tuple[Value, ...], Value, Value]  # sums of values, the largest score, the sum of weights
+
 
 def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     """The kernel; config must pass config_error.
 
-    (q, k, [v], [scales], [pages], starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split).
+    (q, k, [v], [scales], [pages], starts, lengths, first_slots, [schedule]) -> (sums, tops, totals) of each (tile,
+    split); of a run in the place of its first split.
 
     q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; scales
     (2,) float32 where ``is_e4m3``, of keys and of values, of which the second launch takes that of the values; pages
     (B, L / 64) int32 where there are ``num_pages``, which k and v have in place of rows, with 64 slots each; starts,
-    lengths, first_slots (B,) int32. sums (B * M * T * splits, V, C) float32, tops and totals (B * M * T * splits, C)
-    float32: those of splits that no query sees are not written.
+    lengths, first_slots (B,) int32; with config.runs the arrays of a ``Schedule``. sums (B * M * T * splits, V, C)
+    float32, tops and totals (B * M * T * splits, C) float32: those of splits that no query sees are not written.
     """
     dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
     tiled = mosaic.tiled(dtype, 128)
@@ -75,6 +80,9 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
         k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies),
         k_empty=plgpu.Barrier(num_barriers=stages),
     )
+    if config.runs:
+        scratch["so_far"] = plgpu.SMEM((desc.value_width, columns), jnp.float32)
+        scratch["stats_so_far"] = plgpu.SMEM((2, columns), jnp.float32)
     if not desc.is_latent:
         scratch["v"] = plgpu.SMEM((stages, held, desc.value_width), dtype, transforms=tiled)
         scratch["v_full"] = plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies)
@@ -110,7 +118,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     v = None if desc.is_latent else rest.pop(0)
     scales = rest.pop(0) if desc.is_e4m3 else None
     pages = rest.pop(0) if desc.num_pages else None
-    starts, lengths, first_slots, sums_out, tops_out, totals_out = rest
+    starts, lengths, first_slots, *schedule, sums_out, tops_out, totals_out = rest
     s = scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
     block_kv, stages, num_columns = config.block_kv, config.num_stages, desc.num_slots // PAGE_SLOTS
@@ -119,7 +127,7 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     from_cache = "codes_" if desc.is_e4m3 else ""  # of the rings that the producer fills
     cached = [("k", k)] if v is None else [("k", k), ("v", v)]
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
-    work = Items(desc, config, cta, starts, lengths, first_slots)
+    work = Items(desc, config, cta, starts, lengths, first_slots, schedule)
 
     def stages_of(step: Scalar) -> list[Scalar]:
         """Of the consumer's rings, those that a step takes."""
@@ -252,14 +260,46 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
                 plgpu.barrier_arrive(s["k_empty" if v is None else "v_empty"].at[stage])
             return tuple(added), new_top, total
 
-        carry = (
-            tuple(zeros((size, config.columns)) for _, size in parts),
-            plgpu.layout_cast(jnp.full((config.columns,), FLOOR, jnp.float32), mosaic.COLUMNS),
-            zeros(shape),
-        )
-        sums, top, total = lax.fori_loop(0, item.num_steps, one_step, carry)
+        def no_sums() -> tuple[Value, ...]:
+            return tuple(zeros((size, config.columns)) for _, size in parts)
+
+        def of_columns(value: float) -> Value:
+            return plgpu.layout_cast(jnp.full((config.columns,), value, jnp.float32), mosaic.COLUMNS)
+
+        def one_split(begin, end) -> Part:
+            carry = no_sums(), of_columns(FLOOR), zeros(shape)
+            sums, top, total = lax.fori_loop(begin, end, one_step, carry)
+            return sums, top, jnp.sum(total, axis=0)
+
+        def keep(part: Part) -> None:
+            sums, *stats = part
+            for own, value in zip(so_far, (*sums, *stats), strict=True):
+                own[...] = value
+
+        def kept() -> Part:
+            """What ``keep`` was given; each thread reads what it has written."""
+            layouts = [mosaic.WGMMA] * len(parts) + [mosaic.COLUMNS] * 2
+            *sums, top, total = (
+                mosaic.load(own, layout=layout, optimized=False) for own, layout in zip(so_far, layouts, strict=True)
+            )
+            return tuple(sums), top, total
+
+        def with_one_more(i, _):
+            first = (item.split + i) * item.steps_of_split - item.first_step
+            end = lax.min(first + item.steps_of_split, item.num_steps)
+            part = one_split(lax.max(first, jnp.int32(0)), end)
+            keep(_joined(kept(), part))
+            return 0
+
+        if config.runs:
+            so_far = [s["so_far"].at[pl.ds(first, size)] for first, size in parts]
+            so_far += [s["stats_so_far"].at[index] for index in range(2)]
+            keep((no_sums(), of_columns(FLOOR), of_columns(0.0)))
+            lax.fori_loop(0, item.num_splits, with_one_more, 0)
+            sums, top, total = kept()
+        else:
+            sums, top, total = one_split(0, item.num_steps)
         plgpu.barrier_arrive(s["q_empty"].at[place])
-        total = jnp.sum(total, axis=0)
         for (first, size), value in zip(parts, sums, strict=True):
             sums_out.at[item.index, pl.ds(first, size)][...] = value
         tops_out.at[item.index][...] = top
@@ -293,6 +333,22 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
 def zeros(shape: tuple[int, int]) -> Value:
     """float32 sums to start from, in the layout of an accumulator."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.WGMMA)
+
+
+def _joined(before: Part, part: Part) -> Part:
+    """Splits and one more, with the bits of ``SplitSums.plus``."""
+    sums, top, total = before
+    own_sums, own_top, own_total = part
+    shrink = jnp.exp2(-lax.abs(own_top - top))
+
+    def added(value: Value, other: Value) -> Value:
+        def spread(x: Value) -> Value:
+            return x if value.ndim == 1 else lax.broadcast_in_dim(x, value.shape, [1])
+
+        is_higher = spread(own_top) > spread(top)
+        return jnp.where(is_higher, value, other) * spread(shrink) + jnp.where(is_higher, other, value)
+
+    return tuple(map(added, sums, own_sums)), lax.max(top, own_top), added(total, own_total)
 
 
 def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:

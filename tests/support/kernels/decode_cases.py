@@ -1,8 +1,12 @@
 """Every form of the decode attention kernels."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.decode_attention.api import rows_of
@@ -19,6 +23,7 @@ from pallas_kernels.decode_attention.config import (
 )
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
 from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
+from pallas_kernels.decode_attention.schedule import make_schedule
 from pallas_kernels.quantize_and_permute.config import WITH_SCALES
 from tests.support.kernels.case import Case, Shape
 
@@ -51,6 +56,7 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     shapes += [((2,), "float32")] * desc.is_e4m3
     shapes += [((desc.batch, desc.num_slots // PAGE_SLOTS), "int32")] * (desc.num_pages > 0)
     shapes += [((desc.batch,), "int32")] * 3
+    shapes += [(array.shape, "int32") for array in schedule_of(desc, config)]
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     name = f"{name}, pages" if desc.num_pages else name
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
@@ -58,10 +64,17 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     return Case(f"decode {form}", kernel(desc, config), tuple(shapes), "HGMMA")
 
 
+def schedule_of(desc: DecodeDesc, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
+    if not config.runs:
+        return ()
+    rows = [jax.ShapeDtypeStruct((desc.batch,), jnp.int32)] * 3
+    return jax.eval_shape(functools.partial(make_schedule, desc, config), *rows)
+
+
 def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     stats = config.all_tiles(desc) * config.num_splits(desc) * config.columns
     shapes: list[Shape] = [((stats * desc.value_width,), "float32"), *[((stats,), "float32")] * 2]
-    shapes += [((desc.batch,), "int32")] * 3 + [((2,), "float32")] * desc.is_e4m3
+    shapes += [((desc.batch,), "int32")] * 3 + [((1,), "int32")] * config.runs + [((2,), "float32")] * desc.is_e4m3
     shapes += [((desc.num_heads,), desc.dtype)] * desc.has_sinks
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     form = f"{desc.value_width} {desc.dtype} {name}"
