@@ -7,6 +7,7 @@ depend on the other rows.
 
 import dataclasses
 import functools
+import itertools
 import threading
 from typing import Any
 
@@ -26,8 +27,10 @@ from pallas_kernels.decode_attention import (
     latents_sm90,
     quantizing_error,
     rows_of,
+    schedule,
     widen_sm90,
 )
+from pallas_kernels.decode_attention import kernel_sm90 as decode_kernel
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.config import E4M3_WIDTHS, DecodeForm, choose_config, shared_bytes
 from pallas_kernels.quantize_and_permute import by_thread_sm90, quantize_and_permute
@@ -374,7 +377,7 @@ def test_items(monkeypatch, options, joins_rest):
             splits = range(min(first // size, stop - 1), stop) if first < end else ()
             assert stop <= config.num_splits(desc)
             if splits:  # what the second launch adds
-                found_size, *bounds = items_sm90.splits_of(desc, config, jnp.int32(first), jnp.int32(end))
+                found_size, *bounds = schedule.splits_of(desc, config, jnp.int32(first), jnp.int32(end))
                 assert (found_size, range(*map(int, bounds))) == (size, splits)
             places_of_sums = (row * 2 + head) * config.num_splits(desc)
             for split in splits:
@@ -386,6 +389,98 @@ def test_items(monkeypatch, options, joins_rest):
                 assert own["num_steps"] == -(-own_end // 64) - own_first // 64
                 steps += own["num_steps"]
     assert found.keys() == expected and walked == steps
+
+
+RUNS: dict[str, tuple[int, dict[str, Any], list[int]]] = {
+    "as long, one tile a CTA": (8, {}, [900] * 4),
+    "as long, two tiles a CTA": (5, {}, [900] * 4),
+    "as long, a tile for several CTAs": (13, {}, [2999] * 4),
+    "uneven": (7, {}, [3000, 200, 0, 1, 2999, 1024]),
+    "one long row": (7, {}, [3000] + [60] * 11),
+    "window": (7, dict(window=700), [3000, 200, 0, 699, 701, 2048]),
+    "three queries": (4, dict(num_queries=3, num_heads=4), [3000, 5, 640]),
+    "nothing": (3, {}, [0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_runs(monkeypatch, case):
+    """Every split of every tile is in one item of one CTA, runs before others; no CTA has much more than the mean."""
+    monkeypatch.setattr(items_sm90, "pl", warpgroups.stand_ins()["pl"])
+    num_ctas, options, lengths = RUNS[case]
+    desc = decode_desc(64, 64, batch=len(lengths), num_slots=3000, **(dict(num_heads=16, num_kv_heads=2) | options))
+    config = DecodeConfig(8, 128, 64, 2, num_ctas, doubles_at=(300, 1000), runs=True)
+    starts = np.minimum(np.arange(len(lengths)) * 37, lengths)
+    places = np.array([starts, lengths, np.maximum(np.array(lengths) - desc.num_queries, 0)], np.int32)
+    made = jax.jit(functools.partial(schedule.make_schedule, desc, config))(*places)
+    expected, sizes = {}, {}
+    for tile in range(config.all_tiles(desc)):
+        slots = schedule.seen(desc, *(jnp.int32(a) for a in places[:, tile // (config.all_tiles(desc) // desc.batch)]))
+        size, begin, stop = map(int, schedule.splits_of(desc, config, *slots))
+        sizes[tile] = size // config.split
+        for split in range(begin, stop):
+            expected[tile * config.num_splits(desc) + split] = (max(int(slots[0]), split * size), size)
+    found, loads = {}, []
+    for cta in range(num_ctas):
+        work = items_sm90.Items(desc, config, jnp.int32(cta), *jnp.asarray(places), made)
+        units, is_behind = 0, False
+        for t in range(int(work._count)):
+            item = jax.tree.map(int, dataclasses.asdict(work._item(jnp.int32(t))))
+            if not item["num_steps"]:
+                continue
+            tile = item["index"] // config.num_splits(desc)
+            is_run = t < -(-(config.all_tiles(desc) - cta) // num_ctas)
+            assert is_run or item["num_splits"] == 1
+            assert not (is_run and is_behind)
+            is_behind |= not is_run
+            own = range(item["index"], item["index"] + item["num_splits"])
+            assert not found.keys() & set(own)
+            found |= dict.fromkeys(own, cta)
+            units += item["num_splits"] * sizes[tile]
+            # Steps follow each other from the first slot in use on.
+            first, size = expected[own[0]]
+            assert item["split"] == own[0] % config.num_splits(desc) and item["steps_of_split"] == size // 64
+            assert item["first_step"] == first // 64
+            assert item["num_steps"] <= (own[0] % config.num_splits(desc) + len(own)) * size // 64 - first // 64
+        loads.append(units)
+    assert found.keys() == expected.keys()
+    mean, longest = sum(loads) / num_ctas, max(sizes.values())
+    assert max(loads) <= mean * 17 / 16 + 1 + longest
+    if case.startswith("as long, one"):
+        assert int(made.first_rest[-1]) == 0  # whole tiles
+
+
+def test_who_has_runs():
+    def chosen(**options):
+        return choose_config(decode_desc(128, 128, **(dict(batch=64, num_slots=1032, num_heads=32) | options)), SMS)
+
+    few_tiles = dict(batch=16, num_slots=8200, num_kv_heads=4)
+    assert [chosen(num_kv_heads=4).runs, chosen(**few_tiles).runs, chosen(num_slots=256).runs] == [True, False, False]
+    assert chosen(num_kv_heads=4, is_e4m3=True).runs and chosen(num_heads=48, num_kv_heads=3).runs
+    assert not chosen(num_heads=64, num_kv_heads=2).runs  # 32 columns: no registers
+    latents = decode_desc(576, 512, batch=8, num_heads=128, num_kv_heads=1, num_slots=8200, is_latent=True)
+    assert not choose_config(latents, SMS).runs
+    config, desc = chosen(num_kv_heads=4), decode_desc(128, 128, batch=64, num_slots=1032, num_heads=32, num_kv_heads=4)
+    without = shared_bytes(desc, dataclasses.replace(config, runs=False))
+    assert shared_bytes(desc, config) - without >= 130 * 8 * 4
+
+
+def test_a_run_has_the_bits_of_the_second_launch():
+    """What a CTA makes of one split more, and ``SplitSums.plus``: also of scores far apart, equal, and of none."""
+    rng = np.random.default_rng(0)
+    tops = np.float32([3, 3.001, combine_sm90.FLOOR, 200, -90, 1, np.nan, 0.25])
+    for first, second in itertools.product(tops, tops):
+        parts = []
+        for top in (first, second):
+            sums = rng.standard_normal((64, 8)).astype(np.float32) * np.float32(1e3)
+            totals = rng.uniform(1, 500, 8).astype(np.float32)
+            parts.append(((jnp.asarray(sums),), jnp.full((8,), top), jnp.asarray(totals)))
+        (joined,), top, total = decode_kernel._joined(*parts)
+        (sums,), own_top, own_total = parts[0]
+        before = combine_sm90.SplitSums(own_top, (sums,), own_total)
+        after = before.plus((parts[1][1], parts[1][2], parts[1][0]))
+        for a, b in ((joined, after.numerators[0]), (top, after.top), (total, after.denominator)):
+            np.testing.assert_array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
 
 
 @pytest.mark.parametrize("joins_rest", [False, True])
@@ -421,7 +516,7 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     stand_ins["simt"].float_bits = lambda value, dtype: value.astype(dtype).view(jnp.uint16).astype(jnp.int32)
     for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_sm90, name, stand_ins[name])
-    monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
+    monkeypatch.setattr(schedule, "lax", stand_ins["lax"])
     for unroll, out in zip((3, 10), outs, strict=True):
         monkeypatch.setattr(combine_sm90, "UNROLL", unroll)
         monkeypatch.setattr(combine_sm90, "UNROLL_WIDE", unroll)
@@ -429,6 +524,30 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
         warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
     np.testing.assert_array_equal(*(out.values for out in outs))
     out = outs[0]
+    if swap_ab and not joins_rest:
+        # The first splits of a tile as a run, in the place of the first of them.
+        with_runs = dataclasses.replace(config, num_ctas=4, runs=True)
+        share, of_runs = jnp.int32([5]), Memory(3 * 2 * 6 * width)
+        held = [sums.astype(np.float32), tops.astype(np.float32), totals.astype(np.float32)]
+        is_part = np.repeat(is_seen, tiles // 3, axis=0)
+        for tile in range(tiles):
+            used = np.flatnonzero(is_part[tile])
+            size = config.split * (2 if doubles_at and tile < tiles // 3 else 1)
+            length = int(schedule.run_length(desc, with_runs, share[0], jnp.int32(tile), jnp.int32(len(used)), size))
+            assert (length == 0) == (len(used) == 0) and length <= min(len(used), 5)
+            state = combine_sm90.SplitSums(jnp.full(8, combine_sm90.FLOOR), (jnp.zeros((width, 8)),), jnp.zeros(8))
+            for split in used[:length]:
+                own = [jnp.asarray(array[tile, split]) for array in held]
+                state = state.plus((own[1], own[2], (own[0],)))
+            for array, value in zip(held, (state.numerators[0], state.top, state.denominator), strict=True):
+                array[tile, used[:1]] = value
+            is_part[tile, used[1:length]] = False
+        of_part = is_part[:, :, None]
+        changed = [memory(held[0], of_part[..., None]), memory(held[1], of_part), memory(held[2], of_part)]
+        given = (*changed, *refs[3:6], share, *refs[6:])
+        body = functools.partial(combine_sm90._kernel, desc, with_runs, *given, of_runs)
+        warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
+        np.testing.assert_array_equal(of_runs.values, out.values)
     weights = np.where(of_tile, np.exp2(tops), 0)
     own = np.exp(np.tile(sinks.reshape(2, 3), (3, 2)))  # tile -> column: the heads of each query
     numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :6]
@@ -472,7 +591,7 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
         monkeypatch.setattr(combine_quantized_sm90, name, stand_ins[name])
         monkeypatch.setattr(combine_sm90, name, stand_ins[name])
     monkeypatch.setattr(by_thread_sm90, "simt", simt)
-    monkeypatch.setattr(items_sm90, "lax", stand_ins["lax"])
+    monkeypatch.setattr(schedule, "lax", stand_ins["lax"])
     body = functools.partial(
         combine_quantized_sm90._kernel, desc, config, rows, warpgroups_of_cta, *refs, codes, scales
     )
@@ -545,6 +664,30 @@ def test_longer_splits_gpu(name):
         own, alone = slice(row, row + 1), dataclasses.replace(desc, batch=1)
         arrays_alone, named_alone = jax.tree.map(lambda array, own=own: array[own], (arrays, named))
         np.testing.assert_array_equal(found[own], run(alone, arrays_alone, named_alone, sinks, "hopper", config=config))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["none", "e4m3_group"])
+@pytest.mark.parametrize("name", ["one query", "window", "sinks"])
+@pytest.mark.parametrize("is_e4m3", [False, True])
+def test_runs_gpu(is_e4m3, name, quantization):
+    """70 rows of any lengths: the bits that they have without runs, and alone."""
+    lengths = np.random.default_rng(0).integers(0, 2049, 70)
+    places = [(length // 9, length, max(length - 1, 0)) for length in [2048, *lengths[1:]]]
+    sizes: Any = dict(batch=70, num_slots=2048, num_heads=32, num_kv_heads=4, is_e4m3=is_e4m3)
+    desc = decode_desc(128, 128, **(sizes | DECODES[name]))
+    config = choose_config(desc, SMS)
+    assert config.runs
+    (q, k, v), named, sinks, _ = make(dataclasses.replace(desc, batch=70), places)
+    options: Any = dict(quantization=quantization)
+    found = run(desc, (q, k, v), named, sinks, "hopper", config, **options)
+    without = run(desc, (q, k, v), named, sinks, "hopper", dataclasses.replace(config, runs=False), **options)
+    jax.tree.map(np.testing.assert_array_equal, found, without)
+    if quantization == "none":
+        for row in (0, 1, 69):
+            alone = jax.tree.map(lambda array, row=row: array[row : row + 1], ((q, k, v), named))
+            one = run(dataclasses.replace(desc, batch=1), *alone, sinks, "hopper")
+            np.testing.assert_array_equal(found[row : row + 1], one)
 
 
 @pytest.mark.gpu

@@ -32,7 +32,9 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.decode_attention import DecodeConfig, DecodeDesc, decode_attention_ref, latents_sm90
 from pallas_kernels.decode_attention import kernel_sm90 as decode_kernel
 from pallas_kernels.decode_attention.api import queries_in_columns
+from pallas_kernels.decode_attention.combine_sm90 import Parts
 from pallas_kernels.decode_attention.kernel_sm90 import decode_sm90
+from pallas_kernels.decode_attention.schedule import make_schedule, seen
 from pallas_kernels.grouped_gemm import GemmConfig, grouped_gemm
 from pallas_kernels.grouped_gemm.dgrad import DgradConfig, plain_sm90
 from pallas_kernels.grouped_gemm.dgrad import kernel_sm90 as dgrad_kernel
@@ -382,18 +384,26 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     latents_sm90.clear_rows, latents_sm90.FLOOR = decode_kernel._clear, 8.0
     latents_sm90._shrink, latents_sm90._loaded = lambda *_: None, lambda out: out[...]
     kernel = decode_sm90 if config.swap_ab else latents_sm90.latents_sm90
-    found = kernel(desc, config)(queries_in_columns(desc, config, q), *operands, *stacked, *rows)
+    schedule = make_schedule(desc, config, *rows) if config.runs else ()
+    found = kernel(desc, config)(queries_in_columns(desc, config, q), *operands, *stacked, *rows, *schedule)
     tiles, splits, columns = config.num_tiles(desc), config.num_splits(desc), config.columns
     shape = (2, desc.num_kv_heads, tiles, splits)
     sums, tops, totals = (np.asarray(array, np.float64).reshape(*shape, *array.shape[1:]) for array in found)
     sums = sums if config.swap_ab else sums.swapaxes(-1, -2)
     out = []
     for row in range(2):
-        low = max(starts[row], 0 if desc.window is None else first_slots[row] - desc.window + 1)
-        used = slice(low // config.split, -(-lengths[row] // config.split))
-        weights = np.exp2(tops[row][:, :, used] - tops[row][:, :, used].max(axis=2, keepdims=True))
-        total = (weights * totals[row][:, :, used]).sum(axis=2)[:, :, None]
-        y = (weights[:, :, :, None] * sums[row][:, :, used]).sum(axis=2) / total
+        is_part = np.zeros(shape[1:], bool)  # what was written
+        for tile in range(desc.num_kv_heads * tiles):
+            place = row * desc.num_kv_heads * tiles + tile
+            slots_seen = seen(desc, *(array[row] for array in rows))
+            parts = Parts.of(desc, config, schedule[0] if config.runs else None, jnp.int32(place), slots_seen)
+            for index in range(int(parts.count)):
+                is_part.reshape(-1, splits)[tile, int(parts.at(index)[0])] = True
+        top = np.where(is_part[..., None], tops[row], -np.inf)
+        weights = np.exp2(top - top.max(axis=2, keepdims=True))
+        total = (weights * np.where(is_part[..., None], totals[row], 0)).sum(axis=2)[:, :, None]
+        own = np.where(is_part[..., None, None], sums[row], 0)
+        y = (weights[:, :, :, None] * own).sum(axis=2) / total
         y = y.swapaxes(2, 3).reshape(desc.num_kv_heads, tiles * columns, -1)[:, : desc.columns]
         out.append(y.reshape(desc.num_kv_heads, desc.num_queries, -1, desc.value_width).swapaxes(0, 1))
     v = cached[0][..., : desc.value_width] if desc.is_latent else cached[1]
@@ -411,7 +421,13 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "one query": ({}, DecodeConfig(8, 128, 64, 2, 3)),
     "window, three queries": (dict(window=40, num_queries=3, value_width=128), DecodeConfig(8, 128, 128, 3, 2)),
     "256, five heads": (dict(width=256, value_width=256, num_heads=10), DecodeConfig(8, 256, 64, 1, 5)),
+    "runs": ({}, DecodeConfig(8, 64, 64, 2, 3, runs=True)),
+    "runs, window, long splits": (
+        dict(window=200, value_width=128, num_slots=520),
+        DecodeConfig(8, 64, 64, 3, 2, doubles_at=(100,), runs=True),
+    ),
     "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2)),
+    "e4m3, runs": (dict(is_e4m3=True), DecodeConfig(8, 64, 64, 3, 3, runs=True)),
     "pages": (dict(num_slots=320, num_pages=11), DecodeConfig(8, 128, 128, 2, 2)),
     "e4m3, pages": (dict(num_slots=320, num_pages=11, is_e4m3=True), DecodeConfig(8, 128, 64, 2, 3)),
     "latent, queries are rows": (_LATENT, DecodeConfig(64, 128, 64, 2, 2, swap_ab=False)),
