@@ -483,6 +483,26 @@ def test_a_run_has_the_bits_of_the_second_launch():
             np.testing.assert_array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
 
 
+def in_runs(desc, config, share, is_part, units, parts):
+    """[(values, which are written)] of (sums, tops, totals): the first splits of each tile as a run, in the place of
+    the first of them. is_part (tiles, splits): those in use; units: of the tiles' splits, how long they are."""
+    held, is_part, lengths = [array.astype(np.float32) for array in parts], is_part.copy(), []
+    for tile, used in enumerate(map(np.flatnonzero, is_part.copy())):
+        size = jnp.int32(units[tile] * config.split)
+        length = schedule.run_length(desc, config, jnp.int32(share), jnp.int32(tile), jnp.int32(len(used)), size)
+        lengths.append((int(length), len(used)))
+        zero = jnp.zeros(held[1].shape[-1])
+        state = combine_sm90.SplitSums(zero + combine_sm90.FLOOR, (jnp.zeros(held[0].shape[2:]),), zero)
+        for split in used[: lengths[-1][0]]:
+            values, top, total = (jnp.asarray(array[tile, split]) for array in held)
+            state = state.plus((top, total, (values,)))
+        for array, value in zip(held, (state.numerators[0], state.top, state.denominator), strict=True):
+            array[tile, used[:1]] = value
+        is_part[tile, used[1 : lengths[-1][0]]] = False
+    assert any(1 < length == used for length, used in lengths) and any(1 < length < used for length, used in lengths)
+    return [(array, is_part.reshape(*is_part.shape, *[1] * (array.ndim - 2))) for array in held]
+
+
 @pytest.mark.parametrize("joins_rest", [False, True])
 @pytest.mark.parametrize("doubles_at", [(), (100,)], ids=["equal splits", "longer splits"])
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
@@ -525,26 +545,10 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     np.testing.assert_array_equal(*(out.values for out in outs))
     out = outs[0]
     if swap_ab and not joins_rest:
-        # The first splits of a tile as a run, in the place of the first of them.
-        with_runs = dataclasses.replace(config, num_ctas=4, runs=True)
-        share, of_runs = jnp.int32([5]), Memory(3 * 2 * 6 * width)
-        held = [sums.astype(np.float32), tops.astype(np.float32), totals.astype(np.float32)]
-        is_part = np.repeat(is_seen, tiles // 3, axis=0)
-        for tile in range(tiles):
-            used = np.flatnonzero(is_part[tile])
-            size = config.split * (2 if doubles_at and tile < tiles // 3 else 1)
-            length = int(schedule.run_length(desc, with_runs, share[0], jnp.int32(tile), jnp.int32(len(used)), size))
-            assert (length == 0) == (len(used) == 0) and length <= min(len(used), 5)
-            state = combine_sm90.SplitSums(jnp.full(8, combine_sm90.FLOOR), (jnp.zeros((width, 8)),), jnp.zeros(8))
-            for split in used[:length]:
-                own = [jnp.asarray(array[tile, split]) for array in held]
-                state = state.plus((own[1], own[2], (own[0],)))
-            for array, value in zip(held, (state.numerators[0], state.top, state.denominator), strict=True):
-                array[tile, used[:1]] = value
-            is_part[tile, used[1:length]] = False
-        of_part = is_part[:, :, None]
-        changed = [memory(held[0], of_part[..., None]), memory(held[1], of_part), memory(held[2], of_part)]
-        given = (*changed, *refs[3:6], share, *refs[6:])
+        with_runs, share, of_runs = dataclasses.replace(config, num_ctas=tiles, runs=True), 4, Memory(3 * 2 * 6 * width)
+        units = np.repeat([2, 1, 1] if doubles_at else [1, 1, 1], tiles // 3)
+        changed = in_runs(desc, with_runs, share, np.repeat(is_seen, tiles // 3, axis=0), units, (sums, tops, totals))
+        given = (*itertools.starmap(memory, changed), *refs[3:6], jnp.int32([share]), *refs[6:])
         body = functools.partial(combine_sm90._kernel, desc, with_runs, *given, of_runs)
         warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
         np.testing.assert_array_equal(of_runs.values, out.values)
@@ -596,6 +600,15 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
         combine_quantized_sm90._kernel, desc, config, rows, warpgroups_of_cta, *refs, codes, scales
     )
     warpgroups.run(body, 6 // warpgroups_of_cta, warpgroups_of_cta, lambda: dict(maxima=Memory(32)))
+    with_runs, share = dataclasses.replace(config, num_ctas=6, runs=True), 4
+    changed = in_runs(desc, with_runs, share, is_seen.repeat(2, axis=0), [2, 2, 1, 1, 1, 1], (sums, tops, totals))
+    given = (*itertools.starmap(memory, changed), *refs[3:6], jnp.int32([share]), *refs[6:])
+    of_runs = [Memory(len(out.values)) for out in (codes, scales)]
+    body = functools.partial(combine_quantized_sm90._kernel, desc, with_runs, rows, warpgroups_of_cta, *given, *of_runs)
+    warpgroups.run(body, 6 // warpgroups_of_cta, warpgroups_of_cta, lambda: dict(maxima=Memory(32)))
+    for own, out in zip(of_runs, (codes, scales), strict=True):
+        np.testing.assert_array_equal(own.values[own.is_written], out.values[out.is_written])
+        np.testing.assert_array_equal(own.is_written, out.is_written)
 
     weights = np.where(of_tile, np.exp2(tops), 0)
     numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :5]
