@@ -157,6 +157,11 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     if config.swap_ab and is_wide:
         widths = f"width={desc.width}, value_width={desc.value_width}"
         return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
+    if config.runs and not (config.swap_ab and _has_room_for_runs(desc, config)):
+        values = f"columns={config.columns}, value_width={desc.value_width}"
+        return f"runs with {values}: at most {_MAX_SUMS} sums of a tile, and no latents"
+    if config.runs and config.joins_rest:
+        return "runs with joins_rest: not built"
     sums = config.all_tiles(desc) * config.num_splits(desc) * config.columns * desc.value_width
     if sums >= 1 << 31:
         return f"{config.num_splits(desc)} splits of {desc.batch} rows: {sums} sums, which are counted in 31 bits"
@@ -233,8 +238,10 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     items = config.all_tiles(desc) * config.num_splits(desc)
     ctas_per_sm = form.ctas_per_sm or (2 if _fits_twice(desc, config) and _most_items(desc, config) > num_sms else 1)
     num_ctas = max(1, min(num_sms * ctas_per_sm, items))
-    config = dataclasses.replace(config, num_ctas=num_ctas)
-    config = dataclasses.replace(config, runs=items > num_ctas and _may_run(desc, config))
+    # CTAs have whole tiles or large parts where tiles are many; with fewer there is little to add up.
+    is_many = items > num_ctas and 2 * config.all_tiles(desc) >= num_ctas
+    runs = is_many and not config.joins_rest and _has_room_for_runs(desc, config)
+    config = dataclasses.replace(config, num_ctas=num_ctas, runs=runs)
     for stages in range(1, 13):
         wider = dataclasses.replace(config, num_stages=stages)
         fits = (shared_bytes(desc, wider) + RESERVED_BYTES) * ctas_per_sm <= SM_BYTES
@@ -257,10 +264,9 @@ def _fits_twice(desc: DecodeDesc, config: DecodeConfig) -> bool:
     return is_narrow and desc.num_queries == 1 and not desc.is_e4m3
 
 
-def _may_run(desc: DecodeDesc, config: DecodeConfig) -> bool:
-    """Whether tiles are so many that CTAs have whole ones or large parts, and a CTA has room for a tile's sums."""
-    is_many = 2 * config.all_tiles(desc) >= config.num_ctas
-    return is_many and not desc.is_latent and config.columns * desc.value_width <= _MAX_SUMS
+def _has_room_for_runs(desc: DecodeDesc, config: DecodeConfig) -> bool:
+    """Whether a CTA has room for what it has added up of a tile."""
+    return not desc.is_latent and config.columns * desc.value_width <= _MAX_SUMS
 
 
 def _latents_form(desc: DecodeDesc) -> DecodeForm:

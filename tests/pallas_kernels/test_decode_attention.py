@@ -207,6 +207,8 @@ def test_config_error():
         (dict(num_stages=1), "at least the stages of a step"),
         (dict(columns=12), "columns=12"),
         (dict(columns=64, num_stages=1), "columns=64: too many registers"),
+        (dict(runs=True, columns=24, block_kv=64, num_stages=2), "runs with columns=24"),
+        (dict(runs=True, joins_rest=True), "runs with joins_rest"),
     ):
         assert why in config_error(desc, dataclasses.replace(fits, **options))
     for options, why in (
@@ -460,6 +462,8 @@ def test_who_has_runs():
     assert not chosen(num_heads=64, num_kv_heads=2).runs  # 32 columns: no registers
     latents = decode_desc(576, 512, batch=8, num_heads=128, num_kv_heads=1, num_slots=8200, is_latent=True)
     assert not choose_config(latents, SMS).runs
+    for form in (choose_config(latents, SMS), DecodeConfig(64, 128, 64, 2, SMS, swap_ab=False)):
+        assert "no latents" in config_error(latents, dataclasses.replace(form, runs=True))
     config, desc = chosen(num_kv_heads=4), decode_desc(128, 128, batch=64, num_slots=1032, num_heads=32, num_kv_heads=4)
     without = shared_bytes(desc, dataclasses.replace(config, runs=False))
     assert shared_bytes(desc, config) - without >= 130 * 8 * 4
