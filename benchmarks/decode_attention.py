@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 from _timing import header
 from _workers import emit, lines_of, say
 
@@ -35,12 +36,13 @@ SMS = 132
 AT_ONCE = 8  # processes
 CALLS = 5
 CACHES_BYTES = 150e6  # of all layers: more than an L2 holds
-Way = DecodeForm | str | None  # a form, "XLA", or the default
+WITHOUT_RUNS, BY_XLA = "without runs", "XLA"
+Way = DecodeForm | str | None  # a form, the default without runs, by XLA, or the default
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A call. length: of all rows."""
+    """A call. length: of all rows, or with is_ragged the most that one has."""
 
     name: str
     batch: int
@@ -52,6 +54,7 @@ class Cell:
     length: int
     window: int | None = None
     has_sinks: bool = False
+    is_ragged: bool = False
 
     @property
     def is_latent(self) -> bool:
@@ -73,11 +76,20 @@ QWEN, GPT, MLA = (32, 4, 128, 128), (64, 8, 64, 64), (128, 1, 576, 512)
 ONE = dataclasses.replace(FEW, ctas_per_sm=1)
 TWO = dataclasses.replace(FEW, block_kv=64, ctas_per_sm=2)
 LONG = dataclasses.replace(FEW, doubles_at=(2048, 6144))
+WHOLE = dataclasses.replace(FEW, split=1 << 17, doubles_at=())
 CELLS: list[tuple[Cell, tuple[Way, ...]]] = [
-    *[(_of("qwen3", batch, 1024, QWEN), (None, ONE, TWO, "XLA")) for batch in (1, 16, 64, 256)],
-    *[(_of("qwen3", batch, 8192, QWEN), (None, ONE, TWO, LONG, "XLA")) for batch in (1, 16, 64)],
-    (_of("qwen3", 1, 32768, QWEN), (None, ONE, TWO, "XLA")),
-    (_of("gpt-oss sinks", 64, 1024, GPT, has_sinks=True), (None, ONE, TWO, "XLA")),
+    *[(_of("qwen3", batch, 1024, QWEN), (None, ONE, TWO, BY_XLA)) for batch in (1, 16, 64, 256)],
+    *[(_of("qwen3", batch, 8192, QWEN), (None, ONE, TWO, LONG, BY_XLA)) for batch in (1, 16, 64)],
+    (_of("qwen3", 1, 32768, QWEN), (None, ONE, TWO, BY_XLA)),
+    *[
+        (_of("runs qwen3", *sizes, QWEN), (None, WITHOUT_RUNS, WHOLE))
+        for sizes in ((64, 1024), (256, 1024), (64, 8192))
+    ],
+    *[
+        (_of("runs ragged qwen3", *sizes, QWEN, is_ragged=True), (None, WITHOUT_RUNS))
+        for sizes in ((256, 1024), (64, 8192))
+    ],
+    (_of("gpt-oss sinks", 64, 1024, GPT, has_sinks=True), (None, ONE, TWO, BY_XLA)),
     (_of("gpt-oss window 128", 64, 8192, GPT, has_sinks=True, window=128), (None, ONE, TWO)),
     (_of("mixtral", 64, 1024, (32, 8, 128, 128)), (None, ONE, TWO)),
     *[(_of("mla", batch, 1024, MLA), (None, FEW, MANY_LATENTS)) for batch in (1, 4, 16)],
@@ -117,7 +129,10 @@ def measure(cell: Cell, ways: tuple[Way, ...], lock: str) -> None:
     from _trace import NO_COMMAND_BUFFERS, PAUSE, medians_alone, split, traced
 
     row_bytes = 2 * cell.kv_heads * (cell.width + (0 if cell.is_latent else cell.value_width))
-    seen = cell.batch * min(cell.length, cell.window or cell.length)
+    counts = np.full(cell.batch, cell.length, np.int32)
+    if cell.is_ragged:
+        counts = np.random.default_rng(0).integers(1, cell.length + 1, cell.batch, np.int32)
+    seen = int(np.minimum(counts, cell.window or cell.length).sum())
     number = max(2, min(12, round(CACHES_BYTES / (cell.batch * cell.slots * row_bytes))))
     keys = iter(jax.random.split(jax.random.key(0), 2 * number + 2))
 
@@ -127,11 +142,11 @@ def measure(cell: Cell, ways: tuple[Way, ...], lock: str) -> None:
     q, sinks = normal(cell.batch, 1, cell.heads, cell.width), normal(cell.heads) if cell.has_sinks else None
     widths = (cell.width,) if cell.is_latent else (cell.width, cell.value_width)
     layers = [[normal(cell.batch, cell.kv_heads, cell.slots, width) for width in widths] for _ in range(number)]
-    lengths = jnp.full((cell.batch,), cell.length, jnp.int32)
+    lengths = jnp.asarray(counts)
     rows = (jnp.zeros_like(lengths), lengths, lengths - 1)
     programs = {}
     for way in ways:
-        by = _xla if isinstance(way, str) else functools.partial(_hopper, way)
+        by = _xla if way == BY_XLA else functools.partial(_hopper, way)
         attend = jax.jit(functools.partial(by, cell, sinks))  # which is lowered once for all layers
         jitted = jax.jit(lambda q, layers, attend=attend: [attend(q, *layer, *rows) for layer in layers])
         name = way if isinstance(way, str) else _words(way)
@@ -162,10 +177,13 @@ def _words(form: DecodeForm | None) -> str:
     return ", ".join(f"{name}={value}" for name, value in fields if value != getattr(FEW, name)) or "FEW"
 
 
-def _hopper(form: DecodeForm | None, cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> Any:
+def _hopper(form: Way, cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> Any:
     from pallas_kernels.decode_attention import decode_attention
 
-    config = choose_config(cell.desc, SMS, form)
+    if isinstance(form, str):
+        config = dataclasses.replace(choose_config(cell.desc, SMS), runs=False)
+    else:
+        config = choose_config(cell.desc, SMS, form)
     options: dict[str, Any] = dict(scale=cell.width**-0.5, window=cell.window, sinks=sinks, config=config)
     arrays: Any = (q, k, None, *rest) if cell.is_latent else (q, k, *rest)
     options |= dict(value_width=cell.value_width) if cell.is_latent else {}

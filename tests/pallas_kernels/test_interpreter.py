@@ -429,6 +429,10 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2)),
     "e4m3, runs": (dict(is_e4m3=True), DecodeConfig(8, 64, 64, 3, 3, runs=True)),
     "pages": (dict(num_slots=320, num_pages=11), DecodeConfig(8, 128, 128, 2, 2)),
+    "pages, three queries, runs": (
+        dict(num_slots=320, num_pages=11, num_queries=3, window=230),
+        DecodeConfig(16, 64, 64, 2, 2, runs=True),
+    ),
     "e4m3, pages": (dict(num_slots=320, num_pages=11, is_e4m3=True), DecodeConfig(8, 128, 64, 2, 3)),
     "latent, queries are rows": (_LATENT, DecodeConfig(64, 128, 64, 2, 2, swap_ab=False)),
     "latent, queries are rows, window, four queries": (
