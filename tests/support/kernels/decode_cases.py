@@ -131,6 +131,18 @@ def decode_cases() -> Iterator[Case]:
         for is_e4m3 in (False, True):
             desc = decode_desc(width, width, num_slots=704, num_pages=40, is_e4m3=is_e4m3)
             yield decode_case("one query", desc, choose_config(desc, SMS))
+    # Runs in the forms that hold most; those with two CTAs an SM are above.
+    for name, widths, own in (
+        ("of wide heads", (256, 256), {}),
+        ("of 16 query heads", (128, 128), dict(num_heads=32)),
+        ("of three queries", (64, 64), dict(num_queries=3, window=150)),
+        ("of codes", (128, 128), dict(is_e4m3=True)),
+    ):
+        desc = decode_desc(*widths, batch=64, **own)
+        config = choose_config(desc, SMS)
+        assert config.runs
+        yield decode_case(f"runs {name}", desc, config)
+        yield combine_case(f"runs {name}", desc, config)
     for name, options in DECODES.items():
         desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
         config = choose_config(desc, SMS, DecodeForm())
