@@ -239,7 +239,7 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     ctas_per_sm = form.ctas_per_sm or (2 if _fits_twice(desc, config) and _most_items(desc, config) > num_sms else 1)
     num_ctas = max(1, min(num_sms * ctas_per_sm, items))
     # CTAs have whole tiles or large parts where tiles are many; with fewer there is little to add up.
-    is_many = items > num_ctas and 2 * config.all_tiles(desc) >= num_ctas
+    is_many = items > num_ctas and 2 * config.all_tiles(desc) >= num_ctas and config.num_splits(desc) > 1
     runs = is_many and not config.joins_rest and _has_room_for_runs(desc, config)
     config = dataclasses.replace(config, num_ctas=num_ctas, runs=runs)
     for stages in range(1, 13):

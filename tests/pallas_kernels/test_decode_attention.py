@@ -458,6 +458,7 @@ def test_who_has_runs():
 
     few_tiles = dict(batch=16, num_slots=8200, num_kv_heads=4)
     assert [chosen(num_kv_heads=4).runs, chosen(**few_tiles).runs, chosen(num_slots=256).runs] == [True, False, False]
+    assert not chosen(batch=300, num_slots=256).runs  # of one split there is nothing to add up
     assert chosen(num_kv_heads=4, is_e4m3=True).runs and chosen(num_heads=48, num_kv_heads=3).runs
     assert not chosen(num_heads=64, num_kv_heads=2).runs  # 32 columns: no registers
     latents = decode_desc(576, 512, batch=8, num_heads=128, num_kv_heads=1, num_slots=8200, is_latent=True)
@@ -500,10 +501,12 @@ def in_runs(desc, config, share, is_part, units, parts):
         for split in used[: lengths[-1][0]]:
             values, top, total = (jnp.asarray(array[tile, split]) for array in held)
             state = state.plus((top, total, (values,)))
+        if not lengths[-1][0]:
+            continue
         for array, value in zip(held, (state.numerators[0], state.top, state.denominator), strict=True):
             array[tile, used[:1]] = value
         is_part[tile, used[1 : lengths[-1][0]]] = False
-    assert any(1 < length == used for length, used in lengths) and any(1 < length < used for length, used in lengths)
+    assert any(length > 1 for length, _ in lengths) or any(used > length == 0 for length, used in lengths)
     return [(array, is_part.reshape(*is_part.shape, *[1] * (array.ndim - 2))) for array in held]
 
 
@@ -549,13 +552,16 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     np.testing.assert_array_equal(*(out.values for out in outs))
     out = outs[0]
     if swap_ab and not joins_rest:
-        with_runs, share, of_runs = dataclasses.replace(config, num_ctas=tiles, runs=True), 4, Memory(3 * 2 * 6 * width)
         units = np.repeat([2, 1, 1] if doubles_at else [1, 1, 1], tiles // 3)
-        changed = in_runs(desc, with_runs, share, np.repeat(is_seen, tiles // 3, axis=0), units, (sums, tops, totals))
-        given = (*itertools.starmap(memory, changed), *refs[3:6], jnp.int32([share]), *refs[6:])
-        body = functools.partial(combine_sm90._kernel, desc, with_runs, *given, of_runs)
-        warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
-        np.testing.assert_array_equal(of_runs.values, out.values)
+        # Every CTA has one tile, or two of them have two, and there runs of no split.
+        for num_ctas, share in ((tiles, 4), (tiles - 2, 2), (tiles - 2, 3)):
+            with_runs, of_runs = dataclasses.replace(config, num_ctas=num_ctas, runs=True), Memory(3 * 2 * 6 * width)
+            is_part = np.repeat(is_seen, tiles // 3, axis=0)
+            changed = in_runs(desc, with_runs, share, is_part, units, (sums, tops, totals))
+            given = (*itertools.starmap(memory, changed), *refs[3:6], jnp.int32([share]), *refs[6:])
+            body = functools.partial(combine_sm90._kernel, desc, with_runs, *given, of_runs)
+            warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
+            np.testing.assert_array_equal(of_runs.values, out.values)
     weights = np.where(of_tile, np.exp2(tops), 0)
     own = np.exp(np.tile(sinks.reshape(2, 3), (3, 2)))  # tile -> column: the heads of each query
     numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :6]
@@ -604,15 +610,18 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
         combine_quantized_sm90._kernel, desc, config, rows, warpgroups_of_cta, *refs, codes, scales
     )
     warpgroups.run(body, 6 // warpgroups_of_cta, warpgroups_of_cta, lambda: dict(maxima=Memory(32)))
-    with_runs, share = dataclasses.replace(config, num_ctas=6, runs=True), 4
-    changed = in_runs(desc, with_runs, share, is_seen.repeat(2, axis=0), [2, 2, 1, 1, 1, 1], (sums, tops, totals))
-    given = (*itertools.starmap(memory, changed), *refs[3:6], jnp.int32([share]), *refs[6:])
-    of_runs = [Memory(len(out.values)) for out in (codes, scales)]
-    body = functools.partial(combine_quantized_sm90._kernel, desc, with_runs, rows, warpgroups_of_cta, *given, *of_runs)
-    warpgroups.run(body, 6 // warpgroups_of_cta, warpgroups_of_cta, lambda: dict(maxima=Memory(32)))
-    for own, out in zip(of_runs, (codes, scales), strict=True):
-        np.testing.assert_array_equal(own.values[own.is_written], out.values[out.is_written])
-        np.testing.assert_array_equal(own.is_written, out.is_written)
+    for num_ctas, share in ((6, 4), (4, 3)):
+        with_runs = dataclasses.replace(config, num_ctas=num_ctas, runs=True)
+        changed = in_runs(desc, with_runs, share, is_seen.repeat(2, axis=0), [2, 2, 1, 1, 1, 1], (sums, tops, totals))
+        given = (*itertools.starmap(memory, changed), *refs[3:6], jnp.int32([share]), *refs[6:])
+        of_runs = [Memory(len(out.values)) for out in (codes, scales)]
+        body = functools.partial(
+            combine_quantized_sm90._kernel, desc, with_runs, rows, warpgroups_of_cta, *given, *of_runs
+        )
+        warpgroups.run(body, 6 // warpgroups_of_cta, warpgroups_of_cta, lambda: dict(maxima=Memory(32)))
+        for own, out in zip(of_runs, (codes, scales), strict=True):
+            np.testing.assert_array_equal(own.values[own.is_written], out.values[out.is_written])
+            np.testing.assert_array_equal(own.is_written, out.is_written)
 
     weights = np.where(of_tile, np.exp2(tops), 0)
     numerator = np.einsum("tsvc,tsc->tcv", sums, weights)[:, :5]
