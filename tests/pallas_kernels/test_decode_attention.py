@@ -553,8 +553,8 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     out = outs[0]
     if swap_ab and not joins_rest:
         units = np.repeat([2, 1, 1] if doubles_at else [1, 1, 1], tiles // 3)
-        # Every CTA has one tile, or two of them have two, and there runs of no split.
-        for num_ctas, share in ((tiles, 4), (tiles - 2, 2), (tiles - 2, 3)):
+        # Every CTA has one tile, or one has two of other rows, where long splits make no run.
+        for num_ctas, share in ((tiles, 4), (tiles - 1, 2)):
             with_runs, of_runs = dataclasses.replace(config, num_ctas=num_ctas, runs=True), Memory(3 * 2 * 6 * width)
             is_part = np.repeat(is_seen, tiles // 3, axis=0)
             changed = in_runs(desc, with_runs, share, is_part, units, (sums, tops, totals))
