@@ -19,7 +19,7 @@ from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
-from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
+from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E, added
 from pallas_kernels.decode_attention.schedule import run_length, seen, splits_of
 
 UNROLL = 8  # splits whose sums are loaded at once
@@ -56,14 +56,9 @@ class SplitSums(NamedTuple):
 
     def plus(self, part: Part) -> "SplitSums":
         score, weight, values = part
-        is_higher, shrink = score > self.top, jnp.exp2(-lax.abs(score - self.top))
-
-        def added(own: Value, other: Value) -> Value:
-            """What belongs to the lower score shrinks. One product, so that the bits are the same in all kernels."""
-            return jnp.where(is_higher, own, other) * shrink + jnp.where(is_higher, other, own)
-
-        numerators = tuple(map(added, self.numerators, values))
-        return SplitSums(lax.max(self.top, score), numerators, added(self.denominator, weight))
+        joined = functools.partial(added, score > self.top, jnp.exp2(-lax.abs(score - self.top)))
+        numerators = tuple(map(joined, self.numerators, values))
+        return SplitSums(lax.max(self.top, score), numerators, joined(self.denominator, weight))
 
     def plus_all(self, load: Callable[[Any], list[Part]], splits: Any, unroll: int, is_one_load: bool) -> "SplitSums":
         """With the parts of all ``splits``, one after the other, whatever ``unroll`` is. load: from the first of
@@ -199,8 +194,8 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: Ref) -> None:
         return found
 
     sink = simt.load_float(sinks[0], head, is_used, 0.0) * LOG2_E if sinks else None
-    added = SplitSums.of_nothing(count).plus_all(load, parts.count, unroll, splits <= unroll).with_sink(sink)
-    results = added.outputs(None if scales is None else scales[1])
+    state = SplitSums.of_nothing(count).plus_all(load, parts.count, unroll, splits <= unroll).with_sink(sink)
+    results = state.outputs(None if scales is None else scales[1])
     bits = [simt.float_bits(result, desc.dtype) for result in results]
     index = ((row * desc.num_queries + query) * desc.num_heads + head) * width + value
     if count == 1:

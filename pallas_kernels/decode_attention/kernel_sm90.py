@@ -341,14 +341,19 @@ def _joined(before: Part, part: Part) -> Part:
     own_sums, own_top, own_total = part
     shrink = jnp.exp2(-lax.abs(own_top - top))
 
-    def added(value: Value, other: Value) -> Value:
-        def spread(x: Value) -> Value:
-            return x if value.ndim == 1 else lax.broadcast_in_dim(x, value.shape, [1])
+    def with_own(value: Value, own: Value) -> Value:
+        wide = [lax.broadcast_in_dim(x, value.shape, [1]) if value.ndim > 1 else x for x in (own_top, top, shrink)]
+        return added(wide[0] > wide[1], wide[2], value, own)
 
-        is_higher = spread(own_top) > spread(top)
-        return jnp.where(is_higher, value, other) * spread(shrink) + jnp.where(is_higher, other, value)
+    return tuple(map(with_own, sums, own_sums)), lax.max(top, own_top), with_own(total, own_total)
 
-    return tuple(map(added, sums, own_sums)), lax.max(top, own_top), added(total, own_total)
+
+def added(is_higher: Value, shrink: Value, before: Value, own: Value) -> Value:
+    """Sums of two parts, of which the one with the lower score shrinks. is_higher: the score of ``own`` is.
+
+    One product, so that the bits are the same in all kernels.
+    """
+    return jnp.where(is_higher, before, own) * shrink + jnp.where(is_higher, own, before)
 
 
 def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:

@@ -78,9 +78,7 @@ def make_schedule(
     size, begin, splits = (jnp.repeat(a, tiles // desc.batch) for a in of_rows)
     units = lax.div(size, jnp.full_like(size, unit))
     total = (splits * units).sum(dtype=jnp.int32)
-    share = lax.div(total, jnp.int32(num_ctas)) + lax.div(
-        lax.rem(total, jnp.int32(num_ctas)) + lax.div(total, 16), num_ctas
-    )
+    share = lax.div(total + lax.div(total, jnp.int32(16)), jnp.int32(num_ctas))
     length = functools.partial(run_length, desc, config, share)
     run = jax.vmap(length)(jnp.arange(tiles, dtype=jnp.int32), splits, size)
     taken = jnp.pad(run * units, (0, -tiles % num_ctas)).reshape(-1, num_ctas).sum(axis=0, dtype=jnp.int32)
@@ -94,7 +92,8 @@ def make_schedule(
     units_before = jnp.where(is_before, left * units, 0).sum(axis=1, dtype=jnp.int32) + inside * units[owner]
     rest = owner * config.num_splits(desc) + (begin + run)[owner] + inside
 
-    # They are shared in proportion to what the CTAs have less than the mean.
+    # They are shared in proportion to what the CTAs have less than the mean. Where nobody has less, nothing is left: no
+    # number lies below 0 / 0.
     missing = _sums_through(jnp.maximum(total.astype(jnp.float32) / num_ctas - taken.astype(jnp.float32), 0.0))
     bound = missing[:-1] / missing[-1] * (left * units).sum().astype(jnp.float32)
     is_taken = (index < left.sum()) & (units_before.astype(jnp.float32) < bound[:, None])
