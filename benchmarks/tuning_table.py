@@ -85,29 +85,25 @@ def fastest(times: Times, model: str, fmt: str, tokens: int, at_least: int, typi
             if len(found) < at_least or key.config_error(desc, config) is not None:
                 continue
             micros = (min if tokens == 1 else typical)(found)
+            micros += key.requantize_micros(tokens, config) if gemm == 1 else 0.0
             rated = micros * _CLUSTER_MARGIN if getattr(config, "cluster", 1) > 1 else micros
             at_height = best[config.block_m]
             if gemm not in at_height or rated < at_height[gemm][0]:
                 at_height[gemm] = (rated, micros, config, lender)
-    sums = {
-        height: sum(rated for rated, *_ in held.values()) + key.requantize_micros(tokens, height)
-        for height, held in best.items()
-        if len(held) == 2
-    }
+    sums = {height: sum(rated for rated, *_ in held.values()) for height, held in best.items() if len(held) == 2}
     if not sums:
         return None
     height = min(sums, key=lambda height: sums[height])
     (_, micros1, gemm1, lender1), (_, micros2, gemm2, lender2) = (best[height][gemm] for gemm in (1, 2))
     source = f"with times of {lender1 or lender2}" if lender1 or lender2 else None
-    micros = micros1 + micros2 + key.requantize_micros(tokens, height)
-    return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(micros, 1), source)
+    return Entry(key, tokens, LayerConfig(height, gemm1, gemm2), round(micros1 + micros2, 1), source)
 
 
 def gains(entry: Entry, present: Entry | None, times: Times, cell: tuple[str, str, int], typical: Any) -> bool:
     """Whether an entry is clearly faster than the one in whose place it would stand, where both were timed."""
     if present is None:
         return True
-    micros = present.key.requantize_micros(entry.tokens, present.config.block_m)
+    micros = present.key.requantize_micros(entry.tokens, present.config.gemm1)
     for gemm, config in enumerate((present.config.gemm1, present.config.gemm2), 1):
         label = json.dumps(dataclasses.asdict(config), sort_keys=True)
         names = [cell[1], *lenders_of(*cell[:2])]

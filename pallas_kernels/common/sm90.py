@@ -11,6 +11,7 @@ WARPGROUP = 128
 WARPS, LANES = 4, 32  # of a warpgroup
 SMEM_BYTES = 232_448  # shared memory that one CTA may use (227 KiB)
 SMEM_ALIGN = 1024  # Mosaic rounds each shared-memory allocation up to this
+REDUCTION_BYTES = 16  # that Mosaic keeps for reductions over warps where a kernel has none; by default 2048
 TMA_ALIGN = 128  # bytes; where in shared memory a TMA copy may start
 TMA_BOX = 256  # largest extent of one TMA copy along any dimension
 

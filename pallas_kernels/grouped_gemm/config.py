@@ -5,12 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_kernels.common.rows import unpermuted_rows_error
-from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
+from pallas_kernels.common.sm90 import REDUCTION_BYTES, SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, TRANSPOSED_UNIT, GemmDesc, GroupedGemm
 from pallas_kernels.grouped_gemm.vector import VectorConfig, vector_error
 
 BLOCK_MS = (64, 128)  # Rows of a tile of the plain main loop: one or two warpgroups of 64.
 SWAP_AB_BLOCK_MS = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192)
+HANDED_OVER = 8  # Rows that a consumer requantizes at a time: those of a swizzle tile.
 SMALL_M = 96  # At most so many rows make a small-M tile; with block scales each row's scale costs in every step.
 # Accumulators (registers) that a thread has room for with swap_ab, by number of consumers: with what all warpgroups
 # enter with, and with what remains for a consumer when the producer gives registers away.
@@ -145,11 +146,17 @@ def store_swizzle(desc: GemmDesc, config: GemmConfig) -> int | None:
     return None if staged is None or row is None else min(staged, row)
 
 
+def hands_over(desc: GemmDesc, config: GemmConfig) -> bool:
+    """Whether consumers requantize rows whose columns they made together, which pass through shared memory."""
+    return config.swap_ab and desc.requantize != "none"
+
+
 def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
     """(shape, dtype) of what a CTA keeps in shared memory, by field of ``Scratch``.
 
     x, w: (stages, rows, K of a step), transposed weights (stages, K of a step, columns). staging: (consumers, slots,
-    64, columns), with swap_ab (consumers, slots, rows, 64), one for those that share channels. partial: as
+    64, columns), with swap_ab (consumers, slots, rows, 64), one for those that share channels. handed_over: in its
+    place, (pieces, rows of a piece, columns), where rows are requantized with swap_ab. partial: as
     ``pipeline_sm90.gather_sums`` has it. Scales of a step and vectors of a projection each start where a TMA copy may
     start.
     """
@@ -172,6 +179,9 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
         w=((stages, *((step, config.block_n) if desc.transposes_w else (weight_rows, step))), desc.dtype),
         staging=((config.num_consumers // config.sharers, *slots), desc.stored_dtype),
     )
+    if hands_over(desc, config):
+        del arrays["staging"]
+        arrays["handed_over"] = ((config.block_m // HANDED_OVER, HANDED_OVER, config.block_n), desc.out_dtype)
     if config.sharers > 1:
         arrays["partial"] = ((1, config.sharers - 1, 1, 1, 64, config.block_m), desc.accumulator)
     if desc.is_block_scaled:
@@ -186,8 +196,11 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
 
 
 def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
-    """Bytes of shared memory a CTA uses: the ring, the output staging, per-tile vectors, barriers."""
+    """Bytes of shared memory a CTA uses: the ring, the output staging, per-tile vectors, what Mosaic keeps for the
+    largest value of a row, barriers.
+    """
     total = sum(smem_bytes(*array) for array in shared_arrays(desc, config).values())
+    total += smem_bytes((REDUCTION_BYTES,), "int8") * (desc.requantize == "group")
     return total + 8 * (config.num_stages * (1 + num_pieces(desc, config)) + 4)
 
 
@@ -327,12 +340,22 @@ def _swap_ab_error(desc: GemmDesc, config: GemmConfig) -> str | None:
         return f"row_chunk={config.row_chunk}: with swap_ab a tile is moved whole"
     if desc.keeps_before:
         return "swap_ab with keeps_before: not built"
-    if desc.requantize != "none":
-        return f"swap_ab with requantize {desc.requantize!r}: not built, rows are requantized apart"
+    if desc.requantize != "none" and (reason := _hand_over_error(desc, config)):
+        return f"swap_ab with requantize {desc.requantize!r}: {reason}"
     if desc.is_block_scaled and config.is_large_m:
         return f"block_m={config.block_m}: swap_ab with 128x128 weight blocks takes at most {SMALL_M}"
     if desc.is_block_scaled and config.cluster > 1:
         return "cluster=2 with swap_ab and 128x128 weight blocks: not built"
-    if jnp.dtype(desc.stored_dtype).itemsize != 2:
-        return f"swap_ab stores 16-bit rows, not {desc.stored_dtype}"
+    if jnp.dtype(desc.out_dtype).itemsize != 2:
+        return f"swap_ab stores 16-bit rows, not {desc.out_dtype}"
+    return None
+
+
+def _hand_over_error(desc: GemmDesc, config: GemmConfig) -> str | None:
+    if desc.out_dtype != "bfloat16":
+        return f"rows pass through shared memory in bfloat16; {desc.out_dtype} is not built"
+    if config.block_n != SCALE_GROUP or desc.n % SCALE_GROUP:
+        return f"block_n={config.block_n} and N={desc.n}: {SCALE_GROUP} columns a tile, and N a multiple of them"
+    if config.is_large_m or config.cluster > 1 or config.sharers > 1:
+        return "large-M tiles, clusters and consumers that share channels: not built"
     return None

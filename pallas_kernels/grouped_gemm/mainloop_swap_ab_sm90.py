@@ -6,7 +6,8 @@ are its N. Small-M tiles serve few rows per expert; large-M tiles have heights b
     consumers (1 to 4)    64 channels of the tile each, or 128, or all the same 64 in turn (sharers)
         main loop             wgmma w[slot] x[slot]^T for each projection and K step
         exchange              sums of consumers that share channels
-        epilogue              for each piece of rows: scales, bias, activation -> transposed staging -> TMA store
+        epilogue              for each piece of rows: scales, bias, activation -> transposed staging -> TMA store;
+                              or -> rows with the channels of all consumers -> requantization -> stores
 
 Clusters of two CTAs share rows or weights as in mainloop_plain_sm90.py. With block scales the products of each 128
 of K are scaled and added in float32, as there.
@@ -26,10 +27,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.numerics import quantize_e4m3_static
+from pallas_kernels.common.numerics_sm90 import e4m3_in_groups
+from pallas_kernels.common.sm90 import LANES
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm import pipeline_sm90 as pipeline
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
-from pallas_kernels.grouped_gemm.config import GemmConfig, store_rows
+from pallas_kernels.grouped_gemm.config import HANDED_OVER, GemmConfig, hands_over, store_rows
 from pallas_kernels.grouped_gemm.epilogue_sm90 import (
     CHANNELS,
     finish,
@@ -39,7 +43,7 @@ from pallas_kernels.grouped_gemm.epilogue_sm90 import (
 )
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop, Sums
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
-from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
+from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile, tiles_of_cta
 
 
 def main_loop(desc: GemmDesc, config: GemmConfig) -> MainLoop:
@@ -60,7 +64,10 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
 def _compute(cta: CtaContext, tile: Tile) -> None:
     with jax.named_scope("main_loop"):
         accumulators = (_multiply_promoted if cta.desc.is_block_scaled else _multiply)(cta, tile)
-    pipeline.gather_sums(cta, [accumulators], functools.partial(_store, cta, tile))
+    if hands_over(cta.desc, cta.config):
+        _requantize(cta, tile, accumulators)
+    else:
+        pipeline.gather_sums(cta, [accumulators], functools.partial(_store, cta, tile))
 
 
 def _store(cta: CtaContext, tile: Tile, sums: Sums) -> None:
@@ -83,6 +90,47 @@ def _store(cta: CtaContext, tile: Tile, sums: Sums) -> None:
             first = tile.column * config.block_n + channels
             target = cta.outputs[0].at[pl.ds(tile.row * config.block_m, config.block_m), pl.ds(first, CHANNELS)]
             store_staged(cta, staging, target.at[pl.ds(start, rows)], first)
+
+
+def _requantize(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> None:
+    """Write codes of the rows in use, and the scales of their groups; a warp takes a row with all columns of the tile.
+
+    The bits are those of ``quantize_and_permute``: rows are rounded to its operand on their way.
+    """
+    desc, config, operands, scratch = cta.desc, cta.config, cta.operands, cta.scratch
+    if scratch.vectors_full is not None:
+        plgpu.barrier_wait(scratch.vectors_full)
+    channels = cta.channel_group * CHANNELS
+    value = _scaled(cta, tile, accumulators, channels, 0, config.block_m)
+    if scratch.vectors_full is not None:
+        mosaic.release(scratch.vectors_empty)
+    for piece in range(config.block_m // HANDED_OVER):
+        rows = value[:, piece * HANDED_OVER : (piece + 1) * HANDED_OVER]
+        stage_transposed(rows, scratch.handed_over.at[piece, :, pl.ds(channels, CHANNELS)], desc.out_dtype)
+    plgpu.barrier_arrive(scratch.handed_over_by_all)
+    plgpu.barrier_wait(scratch.handed_over_by_all)
+
+    first_row, columns = tile.row * config.block_m, pl.ds(tile.column * config.block_n, config.block_n)
+    in_use = operands["tile_rows"][tile.row] if desc.has_tile_rows else jnp.int32(config.block_m)
+
+    def one_piece(i, _):
+        piece = cta.channel_group + i * config.num_consumers
+        rows = pl.ds(first_row + piece * HANDED_OVER, HANDED_OVER)
+        layout = mosaic.row_a_warp(config.block_n // LANES)
+        hidden = mosaic.load(scratch.handed_over.at[piece], layout=layout, optimized=False).astype(jnp.float32)
+        if desc.requantize == "group":
+            codes, scale = e4m3_in_groups(hidden, jnp.max(jnp.abs(hidden), axis=1), desc.has_power_of_two_scales)
+            cta.outputs[1].at[tile.column, rows][...] = scale
+        else:
+            codes = quantize_e4m3_static(hidden, operands["out_scale"][0])
+        cta.outputs[0].at[rows, columns][...] = codes
+        return 0
+
+    pieces = lax.div(in_use + (HANDED_OVER - 1), jnp.int32(HANDED_OVER))
+    lax.fori_loop(0, tiles_of_cta(cta.channel_group, pieces, config.num_consumers), one_piece, 0)
+    # The next tile's rows come where these were read.
+    plgpu.barrier_arrive(scratch.handed_over_by_all)
+    plgpu.barrier_wait(scratch.handed_over_by_all)
 
 
 def _pieces(config: GemmConfig) -> list[tuple[int, int, int]]:

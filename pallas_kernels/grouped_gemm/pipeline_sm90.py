@@ -39,6 +39,7 @@ class Scratch:
         x, w: operands of each slot.
         full, empty: barriers of each slot.
         staging: output on its way to global memory.
+        handed_over, handed_over_by_all: rows that the consumers make together and requantize, and their barrier.
         full_pieces: barriers of each slot and weight piece after the first.
         x_scale: scales of the rows in each 128 of K.
         rows, columns, bias: vectors of the current tile.
@@ -51,7 +52,7 @@ class Scratch:
     w: TileRef
     full: TileRef
     empty: TileRef
-    staging: TileRef
+    staging: TileRef = None
     full_pieces: TileRef = None
     x_scale: TileRef = None
     rows: TileRef = None
@@ -61,6 +62,8 @@ class Scratch:
     vectors_empty: TileRef = None
     scale: TileRef = None
     zero: TileRef = None
+    handed_over: TileRef = None
+    handed_over_by_all: TileRef = None
     partial: TileRef = None
     partial_full: TileRef = None
     partial_empty: TileRef = None

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.sm90 import REDUCTION_BYTES
 from pallas_kernels.common.types import Scalar, TileRef
 from pallas_kernels.grouped_gemm.config import GemmConfig
 from pallas_kernels.grouped_gemm.packed.config import PackedConfig
@@ -56,7 +57,7 @@ def launch(
         num_threads=config.num_consumers + 1,
         thread_name="warpgroup",
         scratch_types=scratch_types,
-        compiler_params=mosaic.compiler_params(),
+        compiler_params=mosaic.compiler_params(reduction_scratch_bytes=REDUCTION_BYTES),
         kernel_name="grouped_gemm",
     )
 

@@ -44,7 +44,8 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     operand = mosaic.tiled(desc.dtype, sm90.swizzle_bytes(desc.k * desc.itemsize))
     stored = mosaic.tiled(desc.stored_dtype, store_swizzle(desc, config))
     # Of transposed weights the widest swizzle divides rows of N, as it does those of K.
-    types = pipeline.scratch_arrays(shapes, dict(x=operand, w=operand, staging=stored))
+    handed_over = mosaic.tiled(desc.out_dtype, sm90.swizzle_bytes(128))
+    types = pipeline.scratch_arrays(shapes, dict(x=operand, w=operand, staging=stored, handed_over=handed_over))
     arrivals = config.block_m // config.rows_moved + desc.is_block_scaled * config.step_blocks + copies
     types["full"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
     if config.cluster == 1:
@@ -59,6 +60,8 @@ def scratch_types(desc: GemmDesc, config: GemmConfig) -> dict[str, Any]:
     if vectors:
         types["vectors_full"] = plgpu.Barrier(num_arrivals=vectors)
         types["vectors_empty"] = plgpu.Barrier(num_arrivals=consumers)
+    if "handed_over" in shapes:
+        types["handed_over_by_all"] = plgpu.Barrier(num_arrivals=consumers)
     if config.sharers > 1:
         types["partial_full"] = plgpu.Barrier(num_arrivals=config.sharers - 1, num_barriers=1)
         types["partial_empty"] = plgpu.Barrier(num_barriers=1)

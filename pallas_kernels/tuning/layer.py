@@ -71,7 +71,7 @@ class LayerKey:
     """Sizes and formats of a layer of experts, as far as its products' speed depends on them.
 
     intermediate_size: I of one expert, or of one shard of it.
-    requantize: what GEMM 1 does to its result in tiles whose operands are not swapped.
+    requantize: what GEMM 1 does to its result where its configuration can.
     projections: of GEMM 1; 2 (gate and up) when gated, else 1.
     The rest as in ``GemmDesc``.
     """
@@ -98,7 +98,8 @@ class LayerKey:
         """GEMM 1 and GEMM 2 for a number of tokens in tiles of block_m rows. activation: None for silu."""
         if activation is None:
             activation = Activation("silu" if self.projections == 2 else "silu_no_mul")
-        # With swap_ab GEMM 1 stores 16 bits and a launch of its own requantizes the rows. float16 would overflow there.
+        # With swap_ab not every configuration requantizes: the others store 16 bits, which a launch of its own reads.
+        # float16 would overflow there.
         swap_ab = block_m not in BLOCK_MS and out_dtype != "float16"
         requantize = "none" if swap_ab else self.requantize
         common: dict[str, Any] = dict(
@@ -132,13 +133,15 @@ class LayerKey:
         found = gemm_candidates(desc, block_m, num_sms)
         return found + in_clusters(desc, found)
 
-    def requantize_micros(self, num_tokens: int, block_m: int) -> float:
-        """Microseconds of the launch that requantizes hidden rows; 0 where GEMM 1 does it in tiles of this height.
+    def requantize_micros(self, num_tokens: int, gemm1: AnyConfig) -> float:
+        """Microseconds of the launch that requantizes hidden rows; 0 where GEMM 1 does it.
 
         An estimate: the launch, and three bytes a value at the speed of 65536 rows of 768 on an H200
         (row_kernels_narrow_h200.txt).
         """
-        if self.requantize == "none" or self.products(num_tokens, block_m)[0].requantize != "none":
+        first, _ = self.products(num_tokens, gemm1.block_m)
+        together = dataclasses.replace(first, requantize=self.requantize)
+        if self.requantize == "none" or self.config_error(together, gemm1) is None:
             return 0.0
         return 2.5 + num_tokens * self.top_k * self.intermediate_size * 3 / 3.3e6
 
@@ -244,8 +247,8 @@ class PackedLayerKey:
         """Configurations worth timing."""
         return list(packed_candidates(desc, block_m, num_sms))
 
-    def requantize_micros(self, num_tokens: int, block_m: int) -> float:
-        """0: the same launch requantizes hidden rows at every height."""
+    def requantize_micros(self, num_tokens: int, gemm1: AnyConfig) -> float:
+        """0: the same launch requantizes hidden rows whatever the configuration."""
         return 0.0
 
     def heights(self, num_tokens: int) -> list[int]:

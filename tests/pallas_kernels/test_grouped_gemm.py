@@ -304,7 +304,8 @@ def test_candidates_are_valid_and_deepest(name):
             assert config.num_stages == 8 or "shared memory" in config_error(desc, deeper)
     swapped = candidates(desc, 16, 132)
     assert all(config.swap_ab and config_error(desc, config) is None for config in swapped)
-    is_swappable = desc.requantize == "none" and desc.out_dtype != "float32" and not desc.transposes_w
+    is_swappable = desc.requantize == "none" or desc.n % 128 == 0
+    is_swappable &= desc.out_dtype != "float32" and not desc.transposes_w
     assert bool(swapped) == is_swappable
 
 
@@ -344,7 +345,9 @@ def test_every_prune_has_a_reason():
     pruned = {c.block_n: refusal(desc, c) for c in space(desc, 64, 132) if not c.swap_ab}
     assert pruned.pop(128) is None
     assert "tile's blocks are whole" in pruned[96] and "one group per tile" in pruned[64]
-    assert "requantized apart" in refusal(desc, next(space(desc, 16, 132)))
+    swapped = {(c.block_n, c.step_blocks): refusal(desc, c) for c in space(desc, 16, 132)}
+    assert swapped.pop((128, 2)) is swapped.pop((128, 1)) is None
+    assert all("128 columns a tile" in reason for reason in swapped.values())
     for block_m in (64, 128):
         assert f"{block_m} rows with swap_ab" in refusal(gemm("fp8 row"), next(space(gemm("fp8 row"), block_m, 132)))
 
@@ -524,7 +527,11 @@ def test_shared_memory_is_not_underestimated():
         (GATED, dict(WIDE, block_m=80), "80 accumulators a thread"),
         ({}, dict(swap_ab=True, block_m=16, block_n=96), "four warpgroups of 64 channels"),
         ({}, dict(swap_ab=True, block_m=16, row_chunk=8), "moved whole"),
-        (dict(requantize="tensor"), dict(swap_ab=True, block_m=16), "requantized apart"),
+        (dict(requantize="tensor"), dict(swap_ab=True, block_m=16, block_n=64), "128 columns a tile"),
+        (dict(requantize="tensor", n=576), dict(swap_ab=True, block_m=16), "N=576: 128 columns a tile"),
+        (dict(requantize="tensor", out_dtype="float16"), dict(swap_ab=True, block_m=16), "float16 is not built"),
+        (dict(requantize="tensor", rows=1008), dict(swap_ab=True, block_m=144), "large-M tiles"),
+        (dict(requantize="tensor"), dict(swap_ab=True, block_m=16, cluster=2), "clusters"),
         (dict(rows=1008, **BLOCK), dict(swap_ab=True, block_m=144), "at most 96"),
         (BLOCK, dict(swap_ab=True, block_m=16, cluster=2), "128x128 weight blocks: not built"),
         (BLOCK, dict(WIDE, block_m=64), "64 accumulators a thread, room for 40 with 4"),

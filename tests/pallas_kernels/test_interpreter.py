@@ -490,6 +490,14 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], int, dict[str, Any]]] = {
         _GATED_BLOCKS | _SHARING_WEIGHTS,
     ),
     "fp8 blocks gated, swapped": (FP8, ((2, 64), (3, 2, 2, 2)), 16, dict(activation=SILU, **_LARGE)),
+    "fp8 blocks gated, swapped, requantized": (
+        *(FP8, ((2, 96), (3, 2, 2, 2)), 24),
+        dict(swap_ab=True, n=256, **_GATED_BLOCKS),
+    ),
+    "fp8 swapped, requantized to a given scale": (
+        *(FP8, ((), (3, 2)), 16),
+        dict(swap_ab=True, activation=SILU, requantize="tensor", out_scale=jnp.float32(8.0)),
+    ),
     "fp8 blocks swapped, the same 5 rows": (FP8, ((2, 16), (3, 1, 2)), 16, dict(swap_ab=True, unpermuted_rows=5)),
     "fp8 blocks gated": (FP8, ((2, 256), (3, 2, 1, 2)), 64, _GATED_BLOCKS),
     "fp8 blocks gated, a short group": (FP8, ((2, 256), (3, 2, 1, 2)), 64, dict(k=192, **_GATED_BLOCKS)),

@@ -80,15 +80,22 @@ def test_search_looks_at_large_m_tiles_where_experts_have_many_rows():
 
 
 def test_rows_requantized_by_their_own_launch_count():
-    """A tile of 8 rows leaves requantization to a launch of its own, which the sum of its products has to make good."""
+    """Where a configuration cannot requantize, its product has to make good the launch that does."""
     key = LayerKey(8, 2, 512, 512, **FORMATS["fp8_block"])
     assert [key.products(16, height)[0].requantize for height in (8, 64, 96, 128)] == ["none", "group", "none", "group"]
-    assert key.requantize_micros(16, 64) == 0.0 and 2.5 < key.requantize_micros(16, 8) < 2.6
-    for gain, height in ((1.0, 64), (2.0, 8)):
-        timer = lambda desc, config, key, tokens: 10.0 - gain * (config.block_m == 8)  # noqa: B023, E731
+    narrow, wide = (GemmConfig(8, block_n, 4, swap_ab=True) for block_n in (64, 128))
+    apart = key.requantize_micros(16, narrow)
+    assert 2.5 < apart < 2.6 and key.requantize_micros(16, wide) == 0.0
+    assert key.requantize_micros(16, GemmConfig(64, 128, 4)) == 0.0
+    for gain in (2.0, 3.0):
+
+        def timer(desc, config, key, tokens, gain=gain):
+            is_faster = (config.block_m, config.block_n, desc.projections) == (8, 64, 2)
+            return 10.0 - gain * is_faster
+
         (entry,) = tune([key], [16], timer, 132)
-        assert entry.config.block_m == height
-        assert entry.micros == pytest.approx(20.0 if height == 64 else 16.0 + key.requantize_micros(16, 8))
+        assert (entry.config.gemm1.block_n == 64) == (gain > apart)
+        assert entry.micros == pytest.approx(min(20.0, 20.0 - gain + apart))
 
 
 def _config_of(line):

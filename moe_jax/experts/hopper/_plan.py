@@ -106,6 +106,8 @@ def make_plan(
             kind = _unpermuted_kind(config, weights, num_tokens, block_m)
         first, second = products(num_tokens, block_m)
         first = dataclasses.replace(first, unpermuted_rows=0 if kind is None else num_tokens)
+        if kernels == "hopper" and isinstance(key, LayerKey) and isinstance(first, GemmDesc):
+            first, configs = _requantizing(key, first, configs, block_m)
         requantize = getattr(first, "requantize", "none")
         if requantize == "group":  # whose scales the scheme may round
             requantize = str(row_kind(weights.scheme)).removeprefix("e4m3_")
@@ -139,6 +141,19 @@ def make_plan(
         configs = (choose(first, block_m, num_sms), choose(second, block_m, num_sms))
         source += f", pinned to {planned} tokens"
     return plan(block_m, configs, source)
+
+
+def _requantizing(
+    key: LayerKey, first: GemmDesc, configs: tuple[AnyConfig | None, AnyConfig | None], block_m: int
+) -> tuple[GemmDesc, tuple[AnyConfig | None, AnyConfig | None]]:
+    """GEMM 1 that requantizes its rows, and its configuration, where the one it runs with anyway can do so."""
+    together = dataclasses.replace(first, requantize=key.requantize)
+    if together == first:
+        return first, configs
+    chosen: Any = configs[0] or plain_gemm.choose_config(first, block_m, hopper_sms())
+    if key.config_error(together, chosen) is not None:
+        return first, configs
+    return together, (chosen, configs[1])
 
 
 def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, may_stay: bool) -> Plan | None:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from pallas_kernels.common.activations import Activation, slopes_refusal
-from pallas_kernels.common.sm90 import SMEM_BYTES, smem_bytes
+from pallas_kernels.common.sm90 import REDUCTION_BYTES, SMEM_BYTES, smem_bytes
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 
 UNIT = 64  # elements of 16 bits in the widest swizzle; rows of one warpgroup; columns of one store
@@ -12,7 +12,6 @@ MATRICES = 2  # dequantized steps in shared memory
 PAIR_COLUMNS = 128  # of a tile of two neighbours: two accumulators of 64 x 128 take the registers of one of 64 x 256
 FULL_PAIR = 192  # mean rows of an expert from which pairs of tiles of 128 rows are filled well enough
 COPIES_OF_SCALE = 32  # of a block of plain weights, side by side: the 128 bytes that TMA copies of boxes start at
-REDUCTION_BYTES = 16  # for sums over warps, of which there are none
 # (consumers, the converter) registers a thread, by number of consumers; None where they keep those they enter with.
 _REGISTERS = {1: None, 2: (216, 72)}
 

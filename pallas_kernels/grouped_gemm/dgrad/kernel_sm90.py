@@ -44,10 +44,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import accumulator_math_sm90, mosaic
+from pallas_kernels.common.sm90 import REDUCTION_BYTES
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm.dgrad.config import (
     MATRICES,
-    REDUCTION_BYTES,
     UNIT,
     DgradConfig,
     DgradDesc,

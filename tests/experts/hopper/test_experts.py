@@ -420,7 +420,27 @@ def test_float16_is_requantized_before_it_overflows(scheme):
     weights = method_for(qwen.scheme).abstract_weights(qwen)
     with on_hopper():
         plan = hopper_plan.make_plan(qwen, weights, 16)
-    assert plan.products[0].requantize != "none" and "requantized apart" in plan.source
+    assert plan.products[0].requantize != "none" and "float16 is not built" in plan.source
+
+
+@pytest.mark.parametrize("scheme", [*BLOCKS, "fp8_tensor_static"])
+def test_small_m_tiles_of_128_columns_requantize(scheme):
+    """With an entry of the table and without, also pinned; not where a tile has part of a group, or is narrower."""
+    sizes = dict(top_k=8, hidden_size=2048, dtype="bfloat16")
+    for options, requantizes in (
+        (dict(num_experts=128, intermediate_size=768), True),
+        (dict(num_experts=96, intermediate_size=768), True),
+        (dict(num_experts=96, intermediate_size=768, pinned_tokens=64), True),
+        (dict(num_experts=96, intermediate_size=704), False),
+        (dict(num_experts=8, intermediate_size=768), False),
+    ):
+        config = make_config(scheme, **sizes | options)
+        weights = method_for(config.scheme).abstract_weights(config)
+        with on_hopper():
+            plan = hopper_plan.make_plan(config, weights, 64 if options["num_experts"] > 8 else 16)
+        assert plan.block_m < 64
+        assert (plan.requantize != "none") == (plan.products[0].requantize != "none") == requantizes
+        assert not requantizes or plan.configs[0].block_n == 128
 
 
 @pytest.mark.parametrize("tokens", [3, 37])

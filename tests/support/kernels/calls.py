@@ -57,6 +57,16 @@ _GEMMS: dict[str, tuple[str, dict[str, Any], GemmConfig | None]] = {
         GemmConfig(128, 128, 3, cluster=2, shares_weights=True),
     ),
     "fp8 block, requantized, clusters": ("fp8_block", _TALL | _REQUANTIZED, GemmConfig(128, 128, 3, cluster=2)),
+    "fp8 block swapped, requantized": (
+        "fp8_block",
+        _REQUANTIZED | dict(block_m=24),
+        GemmConfig(24, 128, 3, swap_ab=True),
+    ),
+    "fp8 tensor swapped, requantized": (
+        "fp8_tensor",
+        dict(requantize="tensor", block_m=16, **_BIASED),
+        GemmConfig(16, 128, 3, swap_ab=True),
+    ),
     "fp8 tensor, requantized": ("fp8_tensor", dict(requantize="tensor", **_GATED), None),
 }
 # kind, rows and columns of a tile, options; each in three stages with swap_ab

@@ -239,7 +239,7 @@ def sharing_cases() -> Iterator[Case]:
 
 def swapped_block_cases() -> Iterator[Case]:
     """Block scales with swapped operands at the heights that ``gemm_cases`` leaves out."""
-    for name in ("fp8 block, bias", "fp8 block gated", "fp8 block 2880 gated, bias"):
+    for name in ("fp8 block, bias", "fp8 block gated", "fp8 block 2880 gated, bias", "fp8 block gated, requantized"):
         for block_m in (24, 48, 96):
             desc = _in_tiles(gemm(name), block_m)
             for config in candidates(desc, block_m, H200_SMS):

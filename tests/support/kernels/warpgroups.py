@@ -33,7 +33,7 @@ class Memory:
 
     def __getitem__(self, index: Any) -> Any:
         found = self.array[_index(index)]
-        return Memory(found) if found.ndim else jnp.asarray(found)
+        return Memory(found) if found.ndim else _now(found)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.array[_index(index)] = np.asarray(value)
@@ -141,8 +141,8 @@ def stand_ins() -> dict[str, Any]:
         wgmma_wait=nothing,
         commit_smem=nothing,
         wait_smem_to_gmem=nothing,
-        barrier_wait=lambda at: at[0].wait(at[1]),
-        barrier_arrive=lambda at: at[0].arrive(at[1]),
+        barrier_wait=_wait,
+        barrier_arrive=_arrive,
         copy_gmem_to_smem=_copy_in,
         copy_smem_to_gmem=_copy_out,
         wgmma=_multiply,
@@ -151,7 +151,7 @@ def stand_ins() -> dict[str, Any]:
         broadcasted_iota=lambda dtype, shape, axis, layout: lax.broadcasted_iota(dtype, shape, axis),
     )
     of_mosaic = types.SimpleNamespace(begin=nothing, Accumulator=lambda shape, dtype: shape, WGMMA=None, ROWS=None)
-    of_mosaic.load = lambda ref, layout, optimized=True: jnp.asarray(ref.array)
+    of_mosaic.load = lambda ref, layout, optimized=True: _now(ref.array)
     of_mosaic.column_predicate, of_mosaic.row_a_warp = column_predicate, row_a_warp
     return dict(lax=of_lax, pl=of_pallas, plgpu=of_mosaic_gpu, mosaic=of_mosaic)
 
@@ -173,7 +173,7 @@ def _copy_in(source: Any, target: Memory, at: Any) -> None:
     target.array[...] = 0
     found = source.array
     target.array[tuple(slice(extent) for extent in found.shape)] = found
-    at[0].arrive(at[1])
+    _arrive(at)
 
 
 def _copy_out(source: Memory, target: Memory, predicate: Any = None) -> None:
@@ -184,6 +184,26 @@ def _copy_out(source: Memory, target: Memory, predicate: Any = None) -> None:
 def _multiply(sums: Sums, left: Any, right: Memory) -> None:
     left = left.array if isinstance(left, Memory) else np.asarray(left)
     sums.value = sums.value + left.astype(np.float32) @ right.array.astype(np.float32)
+
+
+def _now(array: np.ndarray) -> jax.Array:
+    """What memory holds: JAX would read it when it computes with it, and a producer may have written by then."""
+    return jnp.asarray(np.array(array))
+
+
+def _one(at: Any) -> tuple[Barriers, int]:
+    """A barrier of an array, or the only one of it."""
+    return (at, 0) if isinstance(at, Barriers) else at
+
+
+def _arrive(at: Any) -> None:
+    barriers, index = _one(at)
+    barriers.arrive(index)
+
+
+def _wait(at: Any) -> None:
+    barriers, index = _one(at)
+    barriers.wait(index)
 
 
 def _barriers(scratch: Mapping[str, Any]) -> list[Barriers]:
