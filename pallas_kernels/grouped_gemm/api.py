@@ -17,14 +17,14 @@ from pallas_kernels.common.implementations import check_config, first_that_runs
 from pallas_kernels.common.rows import check_unpermuted_rows, in_every_tile, scales_in_every_tile
 from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
 from pallas_kernels.grouped_gemm.heuristics import choose_config
-from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
+from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
 from pallas_kernels.grouped_gemm.vector import VectorConfig
 from pallas_kernels.quantize_and_permute import PermuteDesc, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import WITH_SCALES
 
 Operands = dict[str, Any]  # arrays by name, None for those that a call has not
-_NO_SUM: Operands = dict.fromkeys(("row_of", "slot_weights", "shared"))
+OF_SUM = ("row_of", "slot_weights", "shared")
 
 
 def grouped_gemm(
@@ -107,7 +107,12 @@ def grouped_gemm(
         operands, w, w_scale, bias, activation, out_dtype, requantize, block_m, transposes_w, quantization
     )
     desc = dataclasses.replace(desc, keeps_before=keeps_before, k_parts=k_parts)
-    desc = dataclasses.replace(desc, **_describe_sum(desc, **of_tokens))
+    if row_of is not None and (desc.requantize != "none" or keeps_before):
+        raise ValueError(
+            f"row_of goes without requantize and keeps_before, found requantize={desc.requantize!r} and "
+            f"keeps_before={keeps_before}: the sum is the only output"
+        )
+    desc = dataclasses.replace(desc, **describe_sum(desc, **of_tokens))
     _check_parts(desc, operands)
     operands |= of_tokens
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
@@ -261,15 +266,12 @@ def _run_hopper(desc: GemmDesc, config: Any, operands: Operands) -> Any:
 
 def _run_reference(desc: GemmDesc, config: Any, operands: Operands) -> Any:
     del config
-    given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
-    given.pop("tile_rows")
+    if desc.top_k:
+        return sum_of_reference(desc, operands, _run_reference)
+    given = permuted(operands, desc.rows) if desc.unpermuted_rows else operands
+    given = {name: leaf for name, leaf in given.items() if name not in ("tile_rows", *OF_SUM)}
     if desc.k_parts > 1:
         given["x"] = _parts_of_rows(given["x"], desc.k_parts)
-    row_of, slot_weights, shared = (given.pop(name) for name in ("row_of", "slot_weights", "shared"))
-    if row_of is not None:
-        rows = _run_reference(dataclasses.replace(desc, top_k=0, out_dtype="float32"), None, operands | _NO_SUM)
-        out_dtype = jnp.dtype(desc.out_dtype)
-        return combine(rows, row_of, slot_weights, shared=shared, out_dtype=out_dtype, implementation="reference")
     if desc.quantization != "none":
         given["x"], given["x_scale"] = quantize_and_permute(
             given["x"], quantization=desc.quantization, implementation="reference"
@@ -277,6 +279,14 @@ def _run_reference(desc: GemmDesc, config: Any, operands: Operands) -> Any:
     if desc.transposes_w:
         given["w"] = jnp.swapaxes(given["w"], -1, -2)
     return in_turn(desc, given, ("w", "w_scale", "bias"), grouped_gemm_ref)
+
+
+def sum_of_reference(desc: Any, operands: Operands, run: Callable[..., jax.Array]) -> jax.Array:
+    """The sum of a token's rows, which ``run(desc, config, operands)`` makes."""
+    rows = run(dataclasses.replace(desc, top_k=0, out_dtype="float32"), None, operands)
+    row_of, slot_weights, shared = (operands[name] for name in OF_SUM)
+    out_dtype = jnp.dtype(desc.out_dtype)
+    return combine(rows, row_of, slot_weights, shared=shared, out_dtype=out_dtype, implementation="reference")
 
 
 def in_turn(desc: Any, operands: Operands, names: Sequence[str], run: Callable[..., Any]) -> Any:
@@ -409,8 +419,8 @@ def describe_gemm(
     )
 
 
-def _describe_sum(
-    desc: GemmDesc, row_of: jax.Array | None, slot_weights: jax.Array | None, shared: jax.Array | None
+def describe_sum(
+    desc: GroupedGemm, row_of: jax.Array | None, slot_weights: jax.Array | None, shared: jax.Array | None
 ) -> dict[str, Any]:
     """Fields of the description of a call whose rows are added up; none for others."""
     if (row_of is None) != (slot_weights is None) or (row_of is None and shared is not None):
@@ -419,11 +429,6 @@ def _describe_sum(
         return {}
     if desc.activation is not None:
         raise ValueError("row_of goes without an activation: rows of hidden values are not added up")
-    if desc.requantize != "none" or desc.keeps_before:
-        raise ValueError(
-            f"row_of goes without requantize and keeps_before, found requantize={desc.requantize!r} and "
-            f"keeps_before={desc.keeps_before}: the sum is the only output"
-        )
     check_operands((desc.rows, desc.n), row_of, slot_weights, shared)
     if not row_of.size:
         raise ValueError(f"row_of has shape {row_of.shape}, expected (T, top_k) of at least one token and one row")

@@ -31,6 +31,8 @@ class GroupedGemm:
         has_tile_rows: the number of rows in use is known for each tile.
         widths: N of each of several weights that lie apart, whose products stand side by side in the output; () for
             one weight.
+        num_tokens, top_k: the output has a row for each token, the weighted sum of its ``top_k`` rows; 0 for the rows
+            themselves. shared_dtype: of what is added to the sum, or None.
     """
 
     rows: int
@@ -44,6 +46,9 @@ class GroupedGemm:
     unpermuted_rows: int = 0
     has_tile_rows: bool = False
     widths: tuple[int, ...] = ()
+    num_tokens: int = 0
+    top_k: int = 0
+    shared_dtype: str | None = None
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -53,6 +58,11 @@ class GroupedGemm:
     def of_each_weight(self, name: str) -> list[str]:
         """Names of an operand that every weight has: those behind the first are numbered."""
         return [name, *(f"{name}_{index}" for index in range(1, len(self.widths)))]
+
+    @property
+    def names_of_sum(self) -> list[str]:
+        """Names of the operands of a sum of rows: row_of (T, top_k) i32, slot_weights (T, top_k) and shared (T, N)."""
+        return ["row_of", "slot_weights"] * bool(self.top_k) + ["shared"] * (self.shared_dtype is not None)
 
     @property
     def stored_dtype(self) -> str:
@@ -91,8 +101,6 @@ class GemmDesc(GroupedGemm):
         quantization: how x is quantized first, a kind of ``quantize_and_permute`` with a scale for each row or each 128
             columns of it; "none" where x comes as it is multiplied.
         k_parts: of K. Where they are several, tile t of the unpermuted rows has their products with part t of it.
-        num_tokens, top_k: the output has a row for each token, the weighted sum of its ``top_k`` rows; 0 for the rows
-            themselves. shared_dtype: of what is added to the sum, or None.
     """
 
     dtype: str
@@ -106,9 +114,6 @@ class GemmDesc(GroupedGemm):
     has_weighted: bool = False
     quantization: str = "none"
     k_parts: int = 1
-    num_tokens: int = 0
-    top_k: int = 0
-    shared_dtype: str | None = None
 
     @property
     def pulled_projections(self) -> int:
@@ -149,8 +154,8 @@ class GemmDesc(GroupedGemm):
         N); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows),
         with block_m for rows where they are unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128),
         ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows (rows / block_m,) i32; before (rows, G * N) of
-        the activation that is pulled; row_weights (rows,) f32; row_of (T, top_k) i32, slot_weights (T, top_k) and
-        shared (T, N) of rows that are added up. Of weights that lie apart each has a w, w_scale and bias.
+        the activation that is pulled; row_weights (rows,) f32; ``names_of_sum``. Of weights that lie apart each has a
+        w, w_scale and bias.
         """
         names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
         names += ["x_scale"] if self.lhs_scale != "none" and self.quantization == "none" else []
@@ -159,9 +164,7 @@ class GemmDesc(GroupedGemm):
         names += ["out_scale"] if self.requantize == "tensor" else []
         names += ["tile_rows"] if self.has_tile_rows else []
         names += ["before", "row_weights"] if self.pulls is not None else []
-        names += ["row_of", "slot_weights"] if self.top_k else []
-        names += ["shared"] if self.shared_dtype is not None else []
-        return names
+        return names + self.names_of_sum
 
     def unsupported(self) -> str | None:
         """Why no configuration of the Hopper kernels can run this, or None."""

@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels.common.activations import Activation
 from pallas_kernels.grouped_gemm import vector_sm90 as plain_vector_sm90
 from pallas_kernels.grouped_gemm.packed import (
+    PackedConfig,
     PackedDesc,
     PackedVectorConfig,
     api,
@@ -25,6 +26,7 @@ from pallas_kernels.grouped_gemm.packed import (
     vector,
     vector_sm90,
 )
+from pallas_kernels.grouped_gemm.packed.vector import adds_up_at_once
 from tests.pallas_kernels.test_packed_operands import on_numpy  # noqa: F401
 from tests.support.kernels.cases import packed_case
 from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
@@ -125,6 +127,32 @@ def test_one_token_in_all_tiles(x_scale, machine):
     np.testing.assert_array_equal(run(one, 4, x_scale=own, block_m=1), run(apart, 4, x_scale=whole))
 
 
+@pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128", "mxfp8"])
+@pytest.mark.sample(2)
+def test_added_up(kind, machine, monkeypatch):
+    """Slots in another order than tiles, one expert in two of them, and a tile that nobody chose; rings that hold less
+    than K; columns of a CTA past N.
+    """
+    monkeypatch.setattr(vector, "_RING_BYTES_OF_SUM", 0)
+    options: dict[str, Any] = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32)
+    k = 13 * KINDS[kind][0].block_k
+    problem = make_problem(kind, [1, 1, 1], k=k, n=40, block_m=1, spare_tiles=1, bias="float32", **options)
+    row_of, weights = jnp.asarray([[2, 0, 1, 0]], jnp.int32), np.asarray([1.25, 2.0, 0.5])
+    slot_weights = jnp.asarray([[0.5, 0.25, 2.0, 1.0]])
+    found = run(problem, 4, row_of=row_of, slot_weights=slot_weights, shared=jnp.full((1, 40), 3.0))
+    expected = weights @ problem.expected[:3] + 3.0
+    bound = packed_tolerance(kind, jnp.float32).bound(weights @ np.abs(problem.expected[:3]).max(axis=1) + 3.0)
+    assert found.shape == (1, 40) and np.abs(found[0] - expected).max() <= bound
+    reference = grouped_gemm_packed(
+        *problem.args,
+        **problem.kwargs | dict(implementation="reference"),
+        row_of=row_of,
+        slot_weights=slot_weights,
+        shared=jnp.full((1, 40), 3.0),
+    )
+    assert np.abs(np.asarray(reference)[0] - expected).max() <= bound
+
+
 def test_describes_and_refuses():
     desc = PackedDesc(rows=8, n=768, k=2048, num_experts=128, fmt=KINDS["int4 g128"][0])
     assert choose_config(desc, 1, 132) == PackedVectorConfig(4)
@@ -139,9 +167,17 @@ def test_describes_and_refuses():
         ({}, PackedVectorConfig(3), "k_split=3: one of 1, 2, 4"),
         (dict(unpermuted_rows=2), PackedVectorConfig(4), "the same 2 rows"),
         (dict(num_experts=1, widths=(736, 32)), PackedVectorConfig(1), "multiples of the 64 columns of a CTA"),
+        (dict(num_tokens=1, top_k=9, rows=9), PackedVectorConfig(4), "the sum of 9 rows: at most 8"),
+        (dict(num_tokens=2, top_k=4), PackedVectorConfig(4), "of one token, with no weights side by side"),
+        (dict(num_tokens=1, top_k=8), PackedConfig(8, 4, 2, 3), "tiles of one row alone"),
     ):
         reason = config_error(dataclasses.replace(desc, **change), config)
         assert reason is not None and match in reason
+    adding = dataclasses.replace(desc, num_tokens=1, top_k=8, n=2048)
+    assert describe(adding, PackedVectorConfig(4)).endswith("128 CTAs, which add up 8 rows")
+    assert adds_up_at_once(adding, 132) and not adds_up_at_once(dataclasses.replace(adding, n=2128), 132)
+    for rows, n, is_balanced in ((2, 4096, True), (4, 2880, False), (4, 4096, True), (8, 1792, False)):
+        assert adds_up_at_once(dataclasses.replace(adding, rows=rows, top_k=rows, n=n), 132) == is_balanced
     refuses(NotImplementedError, "whole blocks of 64", choose_config, dataclasses.replace(desc, k=520), 1, 132)
 
 

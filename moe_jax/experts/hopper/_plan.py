@@ -115,8 +115,14 @@ def make_plan(
 
     if may_be_vector and isinstance(key, PackedLayerKey):
         found = plan(PackedVectorConfig.block_m, (None, None), "by the heuristic")
-        if not any(gemm_of(weights).config_error(desc, PackedVectorConfig(4)) for desc in found.products):
-            return found
+        first, second = found.products
+        assert isinstance(second, PackedDesc), "of packed weights"
+        adding = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
+        is_whole = weights.num_experts >= config.num_experts and kernels == "hopper"
+        if is_whole and key.config_error(adding, PackedVectorConfig(4)) is None:
+            second = adding if packed_gemm.adds_up_at_once(adding, hopper_sms()) else second
+        if not any(key.config_error(desc, PackedVectorConfig(4)) for desc in (first, second)):
+            return dataclasses.replace(found, products=(first, second))
 
     entry = table_for(hopper_gpu()).lookup(key, planned) if kernels == "hopper" else None
     source = "by the heuristic"

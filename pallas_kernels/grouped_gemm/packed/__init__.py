@@ -13,7 +13,7 @@ from pallas_kernels.grouped_gemm.packed.layout import (
 )
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
-from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig
+from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig, adds_up_at_once
 
 __all__ = [
     "BLOCK_MS",
@@ -23,6 +23,7 @@ __all__ = [
     "PackedFormat",
     "PackedVectorConfig",
     "PackedWeights",
+    "adds_up_at_once",
     "candidates",
     "choose_block_m",
     "choose_config",

@@ -14,16 +14,19 @@ from pallas_kernels.common.activations import Activation
 from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import check_config, first_that_runs
 from pallas_kernels.grouped_gemm.api import (
+    OF_SUM,
     Operands,
     check_block_m,
     check_tile_rows,
     check_tiles,
+    describe_sum,
     expected_projections,
     in_turn,
     numbered,
     of_each_weight,
     permuted,
     side_by_side,
+    sum_of_reference,
 )
 from pallas_kernels.grouped_gemm.packed.config import PackedConfig, config_error
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, pad_to
@@ -46,6 +49,9 @@ def grouped_gemm_packed(
     out_dtype: DTypeLike = jnp.bfloat16,
     block_m: int | None = None,
     tile_rows: jax.Array | None = None,
+    row_of: jax.Array | None = None,
+    slot_weights: jax.Array | None = None,
+    shared: jax.Array | None = None,
     config: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> jax.Array:
@@ -64,6 +70,7 @@ def grouped_gemm_packed(
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,), of any value past T.
         tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
+        row_of, slot_weights, shared: as ``grouped_gemm`` has them, for the sum of each token's rows, (T, N).
         config: PackedConfig of the hopper implementation, or PackedVectorConfig for tiles of one row, MmaConfig of the
             portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
@@ -96,8 +103,10 @@ def grouped_gemm_packed(
     descs = [describe_call(rows, own["w"], out_dtype, lhs_scale, own["bias"], activation) for own in each]
     desc = side_by_side(descs, is_one=not isinstance(w, tuple))
     desc = dataclasses.replace(desc, unpermuted_rows=unpermuted_rows, has_tile_rows=tile_rows is not None)
+    of_tokens = dict(row_of=row_of, slot_weights=slot_weights, shared=shared)
+    desc = dataclasses.replace(desc, **describe_sum(desc, **of_tokens))
     tiles = dict(tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows)
-    operands = dict(x=x, x_scale=x_scale, **tiles, **numbered(each))
+    operands = dict(x=x, x_scale=x_scale, **tiles, **of_tokens, **numbered(each))
     runs = {name: functools.partial(run, desc, config, operands) for name, run in _RUN.items()}
     return first_that_runs("grouped_gemm_packed", runs, implementation)
 
@@ -151,7 +160,7 @@ def _flattened(desc: PackedDesc, operands: Operands) -> Operands:
         each.append(own)
     flat = dict(numbered(each), x=pad_to(operands["x"], 1, desc.fmt.block_k), tile_expert=operands["tile_expert"])
     flat["num_tiles"] = operands["num_tiles"].reshape(1)
-    flat["tile_rows"] = operands["tile_rows"]
+    flat |= {name: operands.get(name) for name in ("tile_rows", *OF_SUM)}
     if desc.lhs_scale != "none":
         flat["x_scale"] = operands["x_scale"].reshape(-1)
     return flat
@@ -160,6 +169,8 @@ def _flattened(desc: PackedDesc, operands: Operands) -> Operands:
 def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Array:
     if desc.widths:
         raise NotImplementedError(f"{len(desc.widths)} weights side by side: the Hopper kernels read them")
+    if desc.top_k:
+        raise NotImplementedError("the sum of a token's rows: the Hopper kernel of single rows has it")
     from pallas_kernels.grouped_gemm.portable import run  # here: it loads Pallas
 
     block_m = check_block_m(config, operands, desc.rows)
@@ -169,8 +180,10 @@ def _run_portable(desc: PackedDesc, config: Any, operands: Operands) -> jax.Arra
 
 def _run_reference(desc: PackedDesc, config: Any, operands: Operands) -> jax.Array:
     del config
-    given = permuted(operands, desc.rows) if desc.unpermuted_rows else dict(operands)
-    given.pop("tile_rows")
+    if desc.top_k:
+        return sum_of_reference(desc, operands, _run_reference)
+    given = permuted(operands, desc.rows) if desc.unpermuted_rows else operands
+    given = {name: leaf for name, leaf in given.items() if name not in ("tile_rows", *OF_SUM)}
     return in_turn(desc, given, ("w", "bias"), grouped_gemm_packed_ref)
 
 

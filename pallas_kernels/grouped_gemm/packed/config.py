@@ -299,6 +299,8 @@ def config_error(desc: PackedDesc, config: PackedConfig | PackedVectorConfig) ->
         return vector_error(desc, config)
     if reason := desc.unsupported():
         return reason
+    if desc.top_k:
+        return "the sum of a token's rows: tiles of one row alone add them up"
     if config.block_m not in BLOCK_MS:
         return f"block_m={config.block_m} is not one of {BLOCK_MS}"
     if reason := rows_error(desc, config.block_m) or widths_error(desc, config.block_n):

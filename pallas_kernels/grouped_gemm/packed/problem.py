@@ -39,7 +39,8 @@ class PackedDesc(GroupedGemm):
         x (rows or unpermuted_rows, K); w (B, K / block_k, *block_shape) i32; tile_expert (rows / block_m,) i32;
         num_tiles (1,) i32; scale (B, groups, 64); zero (B, groups, 64) of the operand's dtype; channel_scale (B, 64)
         f32; bias (B, 64), all blocks of a projection together; x_scale (1,), (rows,) or, unpermuted, (block_m,) f32;
-        tile_rows (rows / block_m,) i32. Of weights that lie apart each has all of these but x, x_scale and the tiles.
+        tile_rows (rows / block_m,) i32; ``names_of_sum``. Of weights that lie apart each has all of these but x,
+        x_scale and the tiles.
         """
         names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
         names += self.of_each_weight("scale") if self.fmt.scale == "group" else []
@@ -48,7 +49,7 @@ class PackedDesc(GroupedGemm):
         names += self.of_each_weight("bias") if self.bias_dtype is not None else []
         names += ["x_scale"] if self.lhs_scale != "none" else []
         names += ["tile_rows"] if self.has_tile_rows else []
-        return names
+        return names + self.names_of_sum
 
     def unsupported(self) -> str | None:
         """Why no configuration of the Hopper kernels can run this, or None."""

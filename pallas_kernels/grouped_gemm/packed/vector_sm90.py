@@ -9,6 +9,9 @@ left operand of ``mma.sync``. So a warp takes 16 channels of every projection an
 
 Every column of the right operand is the row, so that each lane has the sums of two channels. Nothing is shuffled, and
 up to the last sums no warp waits for another.
+
+Where a token's rows are added up, a CTA has a warpgroup for each, which weights the columns that it made; the first one
+adds them.
 """
 
 import functools
@@ -27,7 +30,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
-from pallas_kernels.common.sm90 import LANES, WARPS
+from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import registers_of_words, spread
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
@@ -47,16 +50,30 @@ Sums: TypeAlias = tuple[tuple[Value, ...], ...]  # for each projection
 
 
 def packed_gemv_sm90(desc: PackedDesc, config: PackedVectorConfig) -> Kernel:
-    """The kernel: operands by name (``desc.operand_names``) -> (rows, N). config must pass ``vector_error``."""
-    out = jax.ShapeDtypeStruct((desc.rows * desc.n,), jnp.dtype(desc.out_dtype))
-    ctas = desc.rows * -(-desc.n // config.block_n)
-    body = functools.partial(_kernel, desc, config)
-    call = row_kernel(body, out, ctas, "grouped_gemm_of_one_row", scratch_types=_scratch(desc, config))
-    return lambda operands: call(*(operands[name] for name in desc.operand_names)).reshape(desc.rows, desc.n)
+    """The kernel: operands by name (``desc.operand_names``) -> (rows, N), or with ``desc.top_k`` their sum (1, N).
+
+    config must pass ``vector_error``.
+    """
+    rows, warpgroups = (1, desc.rows) if desc.top_k else (desc.rows, 1)
+    call = row_kernel(
+        functools.partial(_kernel, desc, config),
+        jax.ShapeDtypeStruct((rows * desc.n,), jnp.dtype(desc.out_dtype)),
+        rows * -(-desc.n // config.block_n),
+        "grouped_gemm_of_one_row",
+        num_warpgroups=warpgroups,
+        scratch_types=_scratch(desc, config, warpgroups),
+    )
+
+    def run(operands):
+        given = operands | {"shared": operands["shared"].reshape(-1)} if desc.shared_dtype else operands
+        return call(*(given[name] for name in desc.operand_names)).reshape(rows, desc.n)
+
+    return run
 
 
-def _scratch(desc: PackedDesc, config: PackedVectorConfig) -> dict[str, Any]:
-    """The rings of all warps, and where those that share channels leave their sums."""
+def _scratch(desc: PackedDesc, config: PackedVectorConfig, warpgroups: int) -> dict[str, Any]:
+    """Of each warpgroup the rings of its warps, and where those that share channels leave their sums; the columns of
+    the rows that are added up."""
     ring, fmt = ring_of(desc, config), desc.fmt
     pieces = {
         "words": (ring.words * desc.projections, "int32"),
@@ -64,19 +81,27 @@ def _scratch(desc: PackedDesc, config: PackedVectorConfig) -> dict[str, Any]:
         "scale": (ring.scales * desc.projections, desc.scale_dtype),
         "zero": (ring.zeros * desc.projections, fmt.operand),
     }
-    found = {
-        name: plgpu.SMEM((ring.slots * WARPS * count * simt.CHUNK // jnp.dtype(dtype).itemsize,), jnp.dtype(dtype))
+    sizes = {
+        name: (ring.slots * WARPS * count * simt.CHUNK // jnp.dtype(dtype).itemsize, dtype)
         for name, (count, dtype) in pieces.items()
-        if count
     }
-    return found | dict(sums=plgpu.SMEM((desc.projections * WARPS * CHANNELS,), jnp.int32))
+    sizes["sums"] = desc.projections * WARPS * CHANNELS, "int32"
+    found = {name: plgpu.SMEM((warpgroups, size), jnp.dtype(dtype)) for name, (size, dtype) in sizes.items() if size}
+    return found | (dict(columns=plgpu.SMEM((desc.rows * config.block_n,), jnp.int32)) if desc.top_k else {})
 
 
 def _kernel(desc: PackedDesc, config: PackedVectorConfig, *refs: Ref, **scratch: Ref) -> None:
     mosaic.begin()
     operands, out = dict(zip(desc.operand_names, refs, strict=False)), refs[-1]
     ctas_of_row = -(-desc.n // config.block_n)
-    cta = lax.axis_index("cta")
+    cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+    columns_of_rows = scratch.pop("columns", None)
+    scratch = {name: ref.at[warpgroup] for name, ref in scratch.items()}
+    if columns_of_rows is not None:
+        expert = lax.max(operands["tile_expert"][warpgroup], jnp.int32(0))
+        own = _Columns(desc, config, operands, scratch, expert, cta * config.block_n, desc.n)
+        own.store_sum(warpgroup, columns_of_rows, out)
+        return
     tile, first = lax.div(cta, jnp.int32(ctas_of_row)), lax.rem(cta, jnp.int32(ctas_of_row)) * config.block_n
 
     def columns(operands: dict[str, Ref], first: Scalar, n: int, start: int, expert: Scalar = 0) -> None:
@@ -112,11 +137,12 @@ class _Columns:
             sums_of_block(desc.fmt),
             desc.fmt.scale == "group",
         )
-        self.thread = simt.thread_index()
+        self.thread = simt.thread_index() & (WARPGROUP - 1)
         self.lane, self.warp = self.thread & (LANES - 1), _shifted(self.thread, 5)
         group = _shifted(self.warp, config.k_split.bit_length() - 1)
         self.nothing = simt.constant(0)
         self.always = self.nothing == 0
+        self.is_own = (self.thread < config.block_n) & (self.thread + first < n)
         # Parts of K are as long as each other, but for one block more in the first few.
         least, longer = divmod(desc.k // desc.fmt.block_k, config.k_split)
         self.least, self.first_block, self.own_blocks = least, self.nothing, self.nothing + least
@@ -133,8 +159,40 @@ class _Columns:
 
     def store(self, tile: Scalar, out: Ref, start: int) -> None:
         """Multiply the row of a tile and store its columns. start: of this weight's columns in the output."""
-        desc, row = self.desc, 0 if self.desc.unpermuted_rows else tile
-        is_own = (self.thread < self.config.block_n) & (self.thread + self.first < self.n)
+        value = self._finished(tile)
+        self._store(out, self.thread + (self.first + start + tile * self.desc.n), value)
+
+    def _store(self, out: Ref, index: Value, value: Value) -> None:
+        dtype = jnp.dtype(self.desc.out_dtype)
+        simt.store_bits(out, index, simt.float_bits(value, dtype), self.is_own, dtype.itemsize)
+
+    def store_sum(self, tile: Scalar, columns: Ref, out: Ref) -> None:
+        """Multiply the row of this warpgroup's tile, and store the weighted sum of all, in the order of tiles.
+
+        columns: (rows * block_n,) int32, the bits of each row's weighted columns.
+        """
+        operands, block_n = self.operands, self.config.block_n
+        slots = [operands["row_of"][0, slot] == tile for slot in range(self.desc.top_k)]
+        parts = [jnp.where(own, operands["slot_weights"][0, i].astype(jnp.float32), 0.0) for i, own in enumerate(slots)]
+        is_used, factor = functools.reduce(lax.bitwise_or, slots), functools.reduce(jnp.add, parts)
+        value = self._finished(tile) * factor
+        # A tile that is out of use may hold anything.
+        value = jnp.where(lax.broadcast_in_dim(is_used, value.shape, ()), value, 0.0)
+        simt.store(columns, self.thread + tile * block_n, lax.bitcast_convert_type(value, jnp.int32), self.is_own)
+        simt.barrier()
+
+        @pl.when(tile == 0)
+        def _():
+            rows = [simt.load(columns, self.thread + row * block_n, self.is_own, 0) for row in range(self.desc.rows)]
+            total = functools.reduce(jnp.add, [lax.bitcast_convert_type(bits, jnp.float32) for bits in rows])
+            index = self.thread + self.first
+            if self.desc.shared_dtype is not None:
+                total = total + simt.load_float(operands["shared"], index, self.is_own, 0.0)
+            self._store(out, index, total)
+
+    def _finished(self, tile: Scalar) -> Value:
+        """The columns of the row of a tile, float32, one in each of the first threads."""
+        desc, row, is_own = self.desc, 0 if self.desc.unpermuted_rows else tile, self.is_own
         of_channels = self._of_channels(is_own)
         scale = None
         if desc.lhs_scale != "none":
@@ -149,10 +207,7 @@ class _Columns:
                 value = value * (1 / desc.fmt.unit)
             value = value if channel_scale is None else value * channel_scale
             values[projection] = value if bias is None else value + bias
-        value = values[0] if desc.activation is None else desc.activation(*values)
-        index = self.thread + (self.first + start + tile * desc.n)
-        bits, itemsize = simt.float_bits(value, desc.out_dtype), jnp.dtype(desc.out_dtype).itemsize
-        simt.store_bits(out, index, bits, is_own, itemsize)
+        return values[0] if desc.activation is None else desc.activation(*values)
 
     def _of_channels(self, is_own: Value) -> list[tuple[Value | None, Value | None]]:
         """(scale, bias) of each projection, of the channel that each thread stores."""

@@ -78,8 +78,14 @@ def check(scheme, kernels, **options):
     np.testing.assert_array_equal(np.asarray(masked, np.float64), 1.0)
 
 
-ALL = [dict(), dict(has_bias=True, activation="swigluoai"), dict(dtype="float16"), dict(intermediate_size=1152)]
-IDS = ["plain", "bias", "float16", "long"]
+ALL = [
+    dict(),
+    dict(has_bias=True, activation="swigluoai"),
+    dict(dtype="float16"),
+    dict(intermediate_size=1152),
+    dict(hidden_size=2048),  # whose rows are added up in packed formats, too
+]
+IDS = ["plain", "bias", "float16", "long", "wide"]
 LAYERS = [
     pytest.param(scheme, options, id=f"{scheme}-{name}")
     for scheme in (*SCHEMES, *PACKED)
@@ -145,6 +151,18 @@ def test_who_has_tiles_of_several_rows(change):
 def test_more_tokens(scheme):
     config, _, held = make_layer(scheme)
     assert hopper_plan.make_plan(config, held, 2, "reference").block_m > 1
+
+
+def test_packed_rows_are_added_up_where_all_ctas_run_at_once():
+    """Not by a shard of the experts, and not where CTAs would wait for others."""
+    for hidden, experts, adds_up in ((2048, 64, True), (7168, 64, False), (2048, 128, False)):
+        sizes = dict(num_experts=64, top_k=8, hidden_size=hidden, intermediate_size=768, dtype="bfloat16")
+        config = cases.make_config("w4a16_g128", **sizes)
+        weights = method_for(config.scheme).abstract_weights(config)
+        held = jax.eval_shape(lambda weights, config=config: to_kernel_layout(weights, config), weights)
+        with on_hopper():
+            plan = hopper_plan.make_plan(dataclasses.replace(config, num_experts=experts), held, 1)
+        assert (plan.block_m, plan.adds_up) == (1, adds_up)
 
 
 def test_packed_weights_explained():

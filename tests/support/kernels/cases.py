@@ -141,16 +141,19 @@ def _gemm_shapes(desc: GemmDesc, config: GemmConfig | VectorConfig) -> dict[str,
         "tile_rows": tiles,
         "before": ((desc.rows, desc.pulled_projections * desc.n), desc.dtype),
         "row_weights": ((desc.rows,), "float32"),
-        "row_of": ((desc.num_tokens, desc.top_k), "int32"),
-        "slot_weights": ((desc.num_tokens, desc.top_k), "float32"),
-        "shared": ((desc.num_tokens, desc.n), desc.shared_dtype or "float32"),
-    }
+    } | _sum_shapes(desc)
     for index, n in enumerate(desc.widths):  # of several weights that lie apart
         own = {"tensor": (1,), "channel": (1, n)}.get(desc.rhs_scale, (1, -(-n // 128), groups_k))
         end = f"_{index}" if index else ""
         shapes |= {f"w{end}": ((1, n, desc.k), desc.dtype), f"w_scale{end}": (own, "float32")}
         shapes[f"bias{end}"] = ((1, n), desc.bias_dtype or "float32")
     return shapes
+
+
+def _sum_shapes(desc: Any) -> dict[str, Shape]:
+    slots = (desc.num_tokens, desc.top_k)
+    shared = (desc.num_tokens, desc.n), desc.shared_dtype or "float32"
+    return {"row_of": (slots, "int32"), "slot_weights": (slots, "float32"), "shared": shared}
 
 
 def _case_of_operands(name: str, desc: Any, config: Any, shapes: dict[str, Shape], instruction: str | None) -> Case:
@@ -576,7 +579,7 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig | PackedVector
         "bias": ((blocks, 64), desc.bias_dtype or "float32"),
         "x_scale": ((1,) if desc.lhs_scale == "tensor" else (scaled,), "float32"),
         "tile_rows": ((desc.rows // config.block_m,), "int32"),
-    }
+    } | _sum_shapes(desc)
     for index, n in enumerate(desc.widths):
         end = f"_{index}" if index else ""
         for own in ("w", "scale", "zero", "channel_scale", "bias"):
@@ -584,6 +587,7 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig | PackedVector
             shapes[f"{own}{end}"] = (-(-n // 64), *shape), dtype
     if isinstance(config, PackedVectorConfig):
         name = f"grouped_gemm_packed of single rows, {name}, K in {config.k_split} parts"
+        name += f", {desc.top_k} added up" * bool(desc.top_k)
         return _case_of_operands(name, desc, config, shapes, None)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA")
     return _case_of_operands(f"grouped_gemm_packed {name}, {config}", desc, config, shapes, instruction)
@@ -614,6 +618,9 @@ def packed_vector_cases() -> Iterator[Case]:
                 found = list(packed_candidates(sized, 1, H200_SMS))
                 for config in found if k == 768 and name == "int4 g128" else found[:1]:
                     yield packed_case(f"{name}{' gated' if gated else ''}, K {sized.k}", sized, config)
+                if not gated:
+                    adding = dataclasses.replace(sized, num_tokens=1, top_k=8, shared_dtype="bfloat16")
+                    yield packed_case(f"{name}, K {k}", adding, found[0])
 
 
 def tuned_cases() -> Iterator[Case]:

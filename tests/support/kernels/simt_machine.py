@@ -1,6 +1,7 @@
-"""The threads of a CTA in NumPy: ``pallas_kernels.common.simt`` and the kernel shell for bodies of one warpgroup.
+"""The threads of a CTA in NumPy: ``pallas_kernels.common.simt`` and the kernel shell.
 
-Values are arrays of 128 threads. Copies to shared memory land when they are waited for, or at once (``Machine.late``).
+Values are arrays of 128 threads. Warpgroups run one after the other, the first one last: it alone may read what others
+wrote to shared memory. Copies to shared memory land when they are waited for, or at once (``Machine.late``).
 """
 
 import types
@@ -56,21 +57,31 @@ class Machine:
 
     def __init__(self, *, late: bool):
         self.late = late
-        self.cta = 0
+        self.cta = self.warpgroup = 0
         self.groups: list[list[Any]] = [[]]
 
-    def row_kernel(self, body: Any, out_type: Any, num_ctas: int, name: str, *, scratch_types: Any = ()) -> Any:
+    def row_kernel(
+        self,
+        body: Any,
+        out_type: Any,
+        num_ctas: int,
+        name: str,
+        *,
+        num_warpgroups: int = 1,
+        scratch_types: Any = (),
+    ) -> Any:
         def run(*arrays):
             out = np.full(out_type.shape, np.nan, np.float32).astype(out_type.dtype)
             refs = [Ref(np.array(array)) for array in arrays] + [Ref(out)]
             for self.cta in range(num_ctas):
-                self.groups = [[]]
                 scratch = {}
                 for name, (shape, dtype) in dict(scratch_types).items():
                     size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
                     scratch[name] = Ref(np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape))
-                body(*refs, **scratch)
-                assert not any(self.groups), "every copy is waited for"
+                for self.warpgroup in reversed(range(num_warpgroups)):
+                    self.groups = [[]]
+                    body(*refs, **scratch)
+                    assert not any(self.groups), "every copy is waited for"
             return jnp.asarray(out)
 
         return run
@@ -182,7 +193,7 @@ class Machine:
             warp_add=self.warp_sum,
             LANES=simt.LANES,
             CHUNK=simt.CHUNK,
-            thread_index=lambda: jnp.asarray(THREADS.astype(np.int32)),
+            thread_index=lambda: jnp.asarray((THREADS + 128 * self.warpgroup).astype(np.int32)),
             constant=lambda value: jnp.full(128, value, jnp.int32),
             barrier=lambda: None,
             inline=lambda *_, **__: lambda function: lambda *given: function(None, *given),
@@ -194,7 +205,7 @@ class Machine:
 
     def lax(self) -> Any:
         own = {name: getattr(lax, name) for name in dir(lax) if not name.startswith("_")}
-        own |= dict(axis_index=lambda name: jnp.int32(self.cta), fori_loop=in_turn)
+        own |= dict(axis_index=lambda name: jnp.int32(getattr(self, name)), fori_loop=in_turn)
         return types.SimpleNamespace(**own)
 
 
