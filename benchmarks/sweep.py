@@ -129,7 +129,8 @@ class Group:
     def program(self, tokens: int, config: Any, lock: str) -> tuple[Any, Any]:
         """(compiled program of ``calls_of`` calls, its arguments)."""
         desc = self._desc(tokens, config.block_m)
-        if self.held[0] != (tokens, config.block_m):
+        desc = self.key.as_it_runs(desc, config) if self.gemm == 1 else desc
+        if self.held[0] != (tokens, desc):
             self.held = (None, None)  # before the new ones are made: both may not fit
             make_weights = None
             if self.weights is None:
@@ -144,7 +145,7 @@ class Group:
             with locked(lock, fcntl.LOCK_SH):  # beside others that make operands, while nobody is timed
                 if make_weights is not None:
                     self.weights = jax.block_until_ready(make_weights())
-                self.held = ((tokens, config.block_m), jax.block_until_ready(make()))
+                self.held = ((tokens, desc), jax.block_until_ready(make()))
         routings, x, scales = self.held[1]
         args = (routings, x, self.weights, scales)
         return jax.jit(products_of(desc, config)).lower(*args).compile(), args

@@ -34,8 +34,8 @@ def compiler_params(**overrides: Any) -> plgpu.CompilerParams:
     """The parameters every kernel of ours is built with.
 
     Warpgroup semantics are named because the default differs (Lane in 0.10, Warpgroup in 0.11). Barriers around shared
-    memory accesses are placed by hand: no warpgroup reads shared memory that it also writes, but for its own output
-    slot. approx_math selects ex2.approx (2 ulp) for exponentials.
+    memory accesses are placed by hand: what a warpgroup reads of shared memory that it writes, too, is its own output
+    slot, or lies behind a barrier of those who share it. approx_math selects ex2.approx (2 ulp) for exponentials.
     """
     return plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Warpgroup,

@@ -197,10 +197,10 @@ def shared_arrays(desc: GemmDesc, config: GemmConfig) -> dict[str, SharedArray]:
 
 def shared_memory(desc: GemmDesc, config: GemmConfig) -> int:
     """Bytes of shared memory a CTA uses: the ring, the output staging, per-tile vectors, what Mosaic keeps for the
-    largest value of a row, barriers.
+    largest value of a row, or its sum, barriers.
     """
     total = sum(smem_bytes(*array) for array in shared_arrays(desc, config).values())
-    total += smem_bytes((REDUCTION_BYTES,), "int8") * (desc.requantize == "group")
+    total += smem_bytes((REDUCTION_BYTES,), "int8") * (desc.requantize == "group" or desc.pulls is not None)
     return total + 8 * (config.num_stages * (1 + num_pieces(desc, config)) + 4)
 
 

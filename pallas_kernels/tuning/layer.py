@@ -133,6 +133,11 @@ class LayerKey:
         found = gemm_candidates(desc, block_m, num_sms)
         return found + in_clusters(desc, found)
 
+    def as_it_runs(self, first: GemmDesc, gemm1: AnyConfig) -> GemmDesc:
+        """GEMM 1 as a layer runs it with a configuration: it requantizes its rows where that can."""
+        together = dataclasses.replace(first, requantize=self.requantize)
+        return together if self.config_error(together, gemm1) is None else first
+
     def requantize_micros(self, num_tokens: int, gemm1: AnyConfig) -> float:
         """Microseconds of the launch that requantizes hidden rows; 0 where GEMM 1 does it.
 
@@ -140,8 +145,7 @@ class LayerKey:
         (row_kernels_narrow_h200.txt).
         """
         first, _ = self.products(num_tokens, gemm1.block_m)
-        together = dataclasses.replace(first, requantize=self.requantize)
-        if self.requantize == "none" or self.config_error(together, gemm1) is None:
+        if self.as_it_runs(first, gemm1).requantize == self.requantize:
             return 0.0
         return 2.5 + num_tokens * self.top_k * self.intermediate_size * 3 / 3.3e6
 
@@ -246,6 +250,12 @@ class PackedLayerKey:
     def candidates(desc: Any, block_m: int, num_sms: int) -> list[PackedConfig]:
         """Configurations worth timing."""
         return list(packed_candidates(desc, block_m, num_sms))
+
+    @staticmethod
+    def as_it_runs(first: PackedDesc, gemm1: AnyConfig) -> PackedDesc:
+        """GEMM 1 itself, which requantizes nothing."""
+        del gemm1
+        return first
 
     def requantize_micros(self, num_tokens: int, gemm1: AnyConfig) -> float:
         """0: the same launch requantizes hidden rows whatever the configuration."""

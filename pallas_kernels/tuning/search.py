@@ -1,6 +1,5 @@
 """The search: every candidate of both products at every tile height, timed by whoever can."""
 
-import functools
 from collections.abc import Callable, Iterable
 
 from pallas_kernels.tuning.layer import AnyConfig, AnyDesc, AnyKey, LayerConfig
@@ -30,10 +29,14 @@ def tune(
             best: tuple[float, LayerConfig] | None = None
             for block_m in key.heights(count):
                 products = key.products(count, block_m)
-                behind = functools.partial(key.requantize_micros, count), lambda config: 0.0
+
+                def time_first(desc, config, key, tokens):
+                    micros = timer(key.as_it_runs(desc, config), config, key, tokens)
+                    return micros + key.requantize_micros(tokens, config)
+
                 first, second = (
-                    _fastest(desc, key.candidates(desc, block_m, num_sms), key, count, timer, report, micros_behind)
-                    for desc, micros_behind in zip(products, behind, strict=True)
+                    _fastest(desc, key.candidates(desc, block_m, num_sms), key, count, timed_by, report)
+                    for desc, timed_by in zip(products, (time_first, timer), strict=True)
                 )
                 if first is None or second is None:
                     continue
@@ -55,9 +58,7 @@ def _fastest(
     num_tokens: int,
     timer: Timer,
     report: Callable[[str], None],
-    micros_behind: Callable[[AnyConfig], float],
 ) -> tuple[float, AnyConfig] | None:
-    """The least time and its configuration. micros_behind: of a launch that a configuration needs behind it."""
     best = None
     for config in configs:
         try:
@@ -66,7 +67,6 @@ def _fastest(
             report(f"{key} tokens={num_tokens} {config}: {error}")
             continue
         report(f"{key} tokens={num_tokens} {config}: {micros:.1f} us")
-        micros += micros_behind(config)
         if best is None or micros < best[0]:
             best = micros, config
     return best

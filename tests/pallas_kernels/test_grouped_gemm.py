@@ -490,6 +490,11 @@ def test_shared_memory_is_not_underestimated():
     assert "shared memory" in config_error(desc, over)
     assert shared_memory(desc, over) > 232_448
     refuses(ValueError, "exceeds available shared memory", gemm_case("fp8 row", desc, over).lowered)
+    # A tile whose largest values take the last of it.
+    largest = dataclasses.replace(gemm("fp8 block gated, requantized"), rows=1024, bias_dtype="bfloat16")
+    tight = GemmConfig(32, 128, 3, swap_ab=True, step_blocks=2)
+    assert "needs 232528 bytes of shared memory" in config_error(largest, tight)
+    assert config_error(dataclasses.replace(largest, requantize="none"), tight) is None
 
 
 @pytest.mark.parametrize(

@@ -136,21 +136,21 @@ def test_added_up(kind, machine, monkeypatch):
     monkeypatch.setattr(vector, "_RING_BYTES_OF_SUM", 0)
     options: dict[str, Any] = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32)
     k = 13 * KINDS[kind][0].block_k
-    problem = make_problem(kind, [1, 1, 1], k=k, n=40, block_m=1, spare_tiles=1, bias="float32", **options)
+    problem = make_problem(kind, [1, 1, 1], k=k, n=48, block_m=1, spare_tiles=1, bias="float32", **options)
     row_of, weights = jnp.asarray([[2, 0, 1, 0]], jnp.int32), np.asarray([1.25, 2.0, 0.5])
     slot_weights = jnp.asarray([[0.5, 0.25, 2.0, 1.0]])
-    found = run(problem, 4, row_of=row_of, slot_weights=slot_weights, shared=jnp.full((1, 40), 3.0))
-    expected = weights @ problem.expected[:3] + 3.0
-    bound = packed_tolerance(kind, jnp.float32).bound(weights @ np.abs(problem.expected[:3]).max(axis=1) + 3.0)
-    assert found.shape == (1, 40) and np.abs(found[0] - expected).max() <= bound
-    reference = grouped_gemm_packed(
-        *problem.args,
-        **problem.kwargs | dict(implementation="reference"),
-        row_of=row_of,
-        slot_weights=slot_weights,
-        shared=jnp.full((1, 40), 3.0),
-    )
+    shared = jnp.asarray(np.random.default_rng(1).standard_normal((1, 48)), jnp.bfloat16)
+    added = np.asarray(shared, np.float64)[0]
+    of_sum: dict[str, Any] = dict(row_of=row_of, slot_weights=slot_weights, shared=shared)
+    found = run(problem, 2, **of_sum)
+    expected = weights @ problem.expected[:3] + added
+    magnitude = weights @ np.abs(problem.expected[:3]).max(axis=1) + np.abs(added).max()
+    bound = packed_tolerance(kind, jnp.float32).bound(magnitude)
+    assert found.shape == (1, 48) and np.abs(found[0] - expected).max() <= bound
+    reference = grouped_gemm_packed(*problem.args, **problem.kwargs | of_sum | dict(implementation="reference"))
     assert np.abs(np.asarray(reference)[0] - expected).max() <= bound
+    rounded = run(problem, 2, **of_sum | dict(out_dtype=jnp.bfloat16))
+    np.testing.assert_array_equal(rounded, found.astype(jnp.bfloat16))
 
 
 def test_describes_and_refuses():
@@ -176,8 +176,15 @@ def test_describes_and_refuses():
     adding = dataclasses.replace(desc, num_tokens=1, top_k=8, n=2048)
     assert describe(adding, PackedVectorConfig(4)).endswith("128 CTAs, which add up 8 rows")
     assert adds_up_at_once(adding, 132) and not adds_up_at_once(dataclasses.replace(adding, n=2128), 132)
-    for rows, n, is_balanced in ((2, 4096, True), (4, 2880, False), (4, 4096, True), (8, 1792, False)):
-        assert adds_up_at_once(dataclasses.replace(adding, rows=rows, top_k=rows, n=n), 132) == is_balanced
+    sizes = (
+        (2, 4096, 2048, True),
+        (4, 2880, 2048, False),
+        (4, 4096, 2048, True),
+        (8, 960, 2048, True),
+        (8, 944, 2048, False),
+    )
+    for rows, n, k, is_balanced in (*sizes, (8, 2048, 256, True), (8, 2048, 192, False)):  # CTAs of 32 columns, of 64
+        assert adds_up_at_once(dataclasses.replace(adding, rows=rows, top_k=rows, n=n, k=k), 132) == is_balanced
     refuses(NotImplementedError, "whole blocks of 64", choose_config, dataclasses.replace(desc, k=520), 1, 132)
 
 

@@ -26,7 +26,6 @@ from pallas_kernels.grouped_gemm import (
 from pallas_kernels.grouped_gemm import mainloop_swap_ab_sm90 as swap_ab
 from pallas_kernels.grouped_gemm import smem_operands_sm90 as smem
 from pallas_kernels.grouped_gemm.api import describe_gemm, flattened
-from pallas_kernels.grouped_gemm.config import shared_arrays
 from tests.support.kernels import warpgroups
 from tests.support.kernels.gemm_problem import gemm_tolerance, make_problem
 
@@ -36,7 +35,10 @@ def on_threads(monkeypatch):
     stand_ins = warpgroups.stand_ins()
     stand_ins["mosaic"].release = stand_ins["plgpu"].barrier_arrive
     stand_ins["mosaic"].COLUMNS = None
+    stand_ins["mosaic"].tiled = lambda dtype, swizzle: ()
     stand_ins["plgpu"].Layout = types.SimpleNamespace(WGMMA_TRANSPOSED=None)
+    stand_ins["plgpu"].SMEM = lambda shape, dtype, transforms: warpgroups.Memory(np.full(shape, np.nan, dtype))
+    stand_ins["plgpu"].Barrier = lambda num_arrivals=1, num_barriers=1: warpgroups.Barriers(num_barriers, num_arrivals)
     for module in (kernel_sm90, swap_ab, smem, pipeline_sm90, scheduler_sm90, side_by_side_sm90, epilogue_sm90):
         for name, stand_in in stand_ins.items():
             if hasattr(module, name):
@@ -54,23 +56,6 @@ def run(problem: Any, desc: GemmDesc, config: GemmConfig) -> list[np.ndarray]:
     """What the kernel writes to memory that held NaN; so does its shared memory at first."""
     assert config_error(desc, config) is None
     flat = flattened(operands_of(problem))
-    shapes = shared_arrays(desc, config)
-    vectors = ("rows" in shapes) + desc.projections * (("columns" in shapes) + ("bias" in shapes))
-
-    def scratch():
-        memory = {name: warpgroups.Memory(np.full(shape, np.nan, dtype)) for name, (shape, dtype) in shapes.items()}
-        arrivals = 1 + desc.projections + desc.is_block_scaled * config.step_blocks
-        barriers = dict(
-            full=warpgroups.Barriers(config.num_stages, arrivals),
-            empty=warpgroups.Barriers(config.num_stages, config.num_consumers),
-        )
-        if "handed_over" in shapes:
-            barriers["handed_over_by_all"] = warpgroups.Barriers(1, config.num_consumers)
-        if vectors:
-            barriers["vectors_full"] = warpgroups.Barriers(1, vectors)
-            barriers["vectors_empty"] = warpgroups.Barriers(1, config.num_consumers)
-        return memory | barriers
-
     outs = [np.full((desc.rows, desc.n), np.nan, desc.stored_dtype)]
     if desc.requantize == "group":
         outs.append(np.full((desc.n // 128, desc.rows), np.nan, np.float32))
@@ -78,6 +63,7 @@ def run(problem: Any, desc: GemmDesc, config: GemmConfig) -> list[np.ndarray]:
     refs += [warpgroups.Memory(out) for out in outs]
     loop = pipeline_sm90.MainLoop({}, None, smem.load_tile, swap_ab._consume, smem.load_vectors)
     body = functools.partial(kernel_sm90._kernel, desc, config, loop, *refs)
+    scratch = functools.partial(smem.scratch_types, desc, config)
     warpgroups.run(body, config.num_sms, config.num_consumers + 1, scratch)
     return outs
 
@@ -85,7 +71,11 @@ def run(problem: Any, desc: GemmDesc, config: GemmConfig) -> list[np.ndarray]:
 CASES = {
     "groups": ("fp8_block", "group", 24, {}),
     "groups, powers of two, a bias": ("fp8_block", "group_ue8m0", 8, dict(bias="bfloat16")),
-    "a given scale": ("fp8_tensor", "tensor", 40, {}),
+    "a given scale": ("fp8_tensor", "tensor", 48, {}),
+    "groups, not gated, longer steps": (
+        *("fp8_block", "group", 16),
+        dict(activation=Activation("relu2_no_mul"), projections=1, step_blocks=2, k=512),
+    ),
     "a given scale, scales of rows": ("fp8_row", "tensor", 24, {}),
     "groups, rows in use unknown": ("fp8_block", "group", 16, dict(with_tile_rows=False)),
 }
@@ -95,13 +85,13 @@ CASES = {
 def test_rows_requantized_together(case, on_threads):
     """Codes and scales of what the kernel stores otherwise, of the rows in use and no others but those of a piece."""
     kind, requantize, block_m, options = CASES[case]
-    block_m = 48 if block_m == 40 else block_m
     sizes = [1, 0, block_m, 8, block_m + 9]
-    options = dict(with_tile_rows=True, activation=Activation("silu"), projections=2) | options
-    problem = make_problem(kind, sizes, k=256, n=256, block_m=block_m, requantize=requantize, **options)
+    options = dict(with_tile_rows=True, activation=Activation("silu"), projections=2, k=256) | options
+    step_blocks = options.pop("step_blocks", 1)
+    problem = make_problem(kind, sizes, n=384, block_m=block_m, requantize=requantize, **options)
     given = problem.kwargs
     desc = describe_gemm(operands_of(problem), given["activation"], jnp.bfloat16, requantize, None, False)
-    config = GemmConfig(block_m, 128, 3, num_sms=2, swap_ab=True)
+    config = GemmConfig(block_m, 128, 3, num_sms=2, swap_ab=True, step_blocks=step_blocks)
     codes, *scales = run(problem, desc, config)
     (plain,) = run(problem, dataclasses.replace(desc, requantize="none"), config)
     own = problem.row_expert >= 0

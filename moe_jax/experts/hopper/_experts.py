@@ -1,11 +1,11 @@
 """The experts of a call as a sequence of Pallas kernels for Hopper GPUs.
 
     [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation; where the scale of the hidden
-    rows is local and tiles are high, their requantization) -> else requantization of the rows -> grouped GEMM 2
+    rows is local and a tile has its columns, their requantization) -> else requantization of the rows -> grouped GEMM 2
     (scales, bias) -> combine in float32
 
-A token by itself has tiles of one row: grouped GEMM 2 of plain weights then quantizes the rows that it takes, or adds
-them up.
+A token by itself has tiles of one row: grouped GEMM 2 then may add up the rows that it makes, or, of plain weights,
+quantize those that it takes.
 
 Few tokens are not moved: each expert's tile has all of them as its rows, and grouped GEMM 1 takes the tokens
 themselves, quantized in the launch that routes and aligns them where the layer quantizes them.

@@ -152,14 +152,12 @@ def make_plan(
 def _requantizing(
     key: LayerKey, first: GemmDesc, configs: tuple[AnyConfig | None, AnyConfig | None], block_m: int
 ) -> tuple[GemmDesc, tuple[AnyConfig | None, AnyConfig | None]]:
-    """GEMM 1 that requantizes its rows, and its configuration, where the one it runs with anyway can do so."""
-    together = dataclasses.replace(first, requantize=key.requantize)
-    if together == first:
+    """GEMM 1 that requantizes its rows, and its configuration, where the one it runs with anyway can do so as it is."""
+    if first.requantize == key.requantize:
         return first, configs
     chosen: Any = configs[0] or plain_gemm.choose_config(first, block_m, hopper_sms())
-    if key.config_error(together, chosen) is not None:
-        return first, configs
-    return together, (chosen, configs[1])
+    together = key.as_it_runs(first, chosen)
+    return (first, configs) if together == first else (together, (chosen, configs[1]))
 
 
 def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, may_stay: bool) -> Plan | None:

@@ -14,7 +14,7 @@ ROW_PIECES = 8  # of 16 bytes of a row of x, with which a block is multiplied
 _RING_BYTES = 32 << 10  # of a warpgroup: six of an SM have room for that
 _RING_BYTES_OF_SUM = 24 << 10  # where rows are added up: eight have
 _SPLITS = (4, 2, 1)  # preferred ones first
-MOST_ROWS = 8  # of a token that are added up, by a warpgroup each: 64 registers a thread are all of an SM's
+MOST_ROWS = 8  # of a token that are added up, by a warpgroup each: at 64 registers a thread they take all of an SM's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +92,16 @@ def vector_error(desc: PackedDesc, config: PackedVectorConfig) -> str | None:
 
 
 def adds_up_at_once(desc: PackedDesc, num_sms: int) -> bool:
-    """Whether CTAs that add up a token's rows run all at the same time, by the registers that they have, and nearly as
-    many on each SM.
+    """Whether CTAs that add up a token's rows fit the SMs at the same time, with at most 64 registers a thread, and are
+    nearly as many on each; of one round half will do.
 
     Those behind a first round would begin with nothing on its way. With 180 CTAs on 132 SMs a layer of gpt-oss takes
-    0.99 to 1.06 of the time, with 128 and 256 those of Qwen3 and Mixtral 0.95 to 0.98 (H200).
+    0.99 to 1.06 of the time, with 64 to 256 those of Qwen3 and Mixtral 0.95 to 0.98 (H200).
     """
-    ctas = -(-desc.n // PackedVectorConfig(_SPLITS[0]).block_n)
+    (config, *_) = vector_candidates(desc)
+    ctas = -(-desc.n // config.block_n)
     of_sm = -(-ctas // num_sms)
-    return of_sm <= MOST_ROWS // desc.rows and ctas >= 0.9 * of_sm * num_sms
+    return of_sm <= MOST_ROWS // desc.rows and ctas >= (0.45 if of_sm == 1 else 0.9) * of_sm * num_sms
 
 
 def vector_candidates(desc: PackedDesc) -> list[PackedVectorConfig]:

@@ -167,7 +167,8 @@ class _Columns:
         simt.store_bits(out, index, simt.float_bits(value, dtype), self.is_own, dtype.itemsize)
 
     def store_sum(self, tile: Scalar, columns: Ref, out: Ref) -> None:
-        """Multiply the row of this warpgroup's tile, and store the weighted sum of all, in the order of tiles.
+        """Multiply the row of this warpgroup's tile, and store the weighted sum of all, in the order of tiles. One that
+        is out of use is multiplied with the first expert's weights and left out.
 
         columns: (rows * block_n,) int32, the bits of each row's weighted columns.
         """

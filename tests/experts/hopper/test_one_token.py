@@ -108,6 +108,20 @@ def test_packed_rows_added_up_gpu(scheme, monkeypatch):
     check(scheme, "hopper")
 
 
+@pytest.mark.parametrize("scheme", ["w4a16_g64_actorder", "nvfp4_a16", "w4a8_int8"])
+def test_packed_rows_added_up_by_references(scheme, monkeypatch):
+    """The whole layer, also with a shared output and masked."""
+
+    def adding(*args, **options):
+        plan = make_plan(*args, **options)
+        second = dataclasses.replace(plan.products[1], num_tokens=1, top_k=cases.K)
+        return dataclasses.replace(plan, products=(plan.products[0], second))
+
+    make_plan = hopper_plan.make_plan
+    monkeypatch.setattr(hopper_experts, "make_plan", adding)
+    check(scheme, "reference")
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_who_quantizes_and_who_adds_up(scheme):
     """GEMM 2 quantizes short hidden rows; where it does not, it adds rows up."""

@@ -1,7 +1,8 @@
 """The threads of a CTA in NumPy: ``pallas_kernels.common.simt`` and the kernel shell.
 
 Values are arrays of 128 threads. Warpgroups run one after the other, the first one last: it alone may read what others
-wrote to shared memory. Copies to shared memory land when they are waited for, or at once (``Machine.late``).
+wrote to shared memory, and behind a barrier. Copies to shared memory land when they are waited for, or at once
+(``Machine.late``).
 """
 
 import types
@@ -59,6 +60,8 @@ class Machine:
         self.late = late
         self.cta = self.warpgroup = 0
         self.groups: list[list[Any]] = [[]]
+        self.barriers = 0  # that this warpgroup has passed
+        self.written: dict[int, tuple[int, int]] = {}  # address -> the warpgroup that wrote it, barriers passed before
 
     def row_kernel(
         self,
@@ -74,14 +77,16 @@ class Machine:
             out = np.full(out_type.shape, np.nan, np.float32).astype(out_type.dtype)
             refs = [Ref(np.array(array)) for array in arrays] + [Ref(out)]
             for self.cta in range(num_ctas):
-                scratch = {}
+                scratch, passed, self.written = {}, set(), {}
                 for name, (shape, dtype) in dict(scratch_types).items():
                     size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
                     scratch[name] = Ref(np.full(size, 0xFF, np.uint8).view(dtype).reshape(shape))
                 for self.warpgroup in reversed(range(num_warpgroups)):
-                    self.groups = [[]]
+                    self.groups, self.barriers = [[]], 0
                     body(*refs, **scratch)
                     assert not any(self.groups), "every copy is waited for"
+                    passed.add(self.barriers)
+                assert len(passed) == 1, f"warpgroups passed {passed} barriers"
             return jnp.asarray(out)
 
         return run
@@ -130,7 +135,16 @@ class Machine:
 
     def load(self, ref, index, mask, default):
         found, mask = self._masked(ref, index, mask, 4)
+        for address in self._addresses(ref, index, mask):
+            warpgroup, before = self.written.get(address, (self.warpgroup, -1))
+            assert warpgroup == self.warpgroup or before < self.barriers, "read before a barrier"
         return jnp.where(mask, found.view(np.int32), default)
+
+    @staticmethod
+    def _addresses(ref, index, mask):
+        start = ref.array.__array_interface__["data"][0]
+        index, mask = (np.broadcast_to(np.asarray(v), (128,)) for v in (index, mask))
+        return (start + 4 * index[mask].astype(np.int64)).tolist()
 
     def load_float(self, ref, index, mask, default):
         dtype = jnp.dtype(ref.dtype)
@@ -140,6 +154,10 @@ class Machine:
 
     def store(self, ref, index, value, mask):
         self.store_bits(ref, index, value, mask, 4)
+        self.written |= dict.fromkeys(self._addresses(ref, index, mask), (self.warpgroup, self.barriers))
+
+    def barrier(self):
+        self.barriers += 1
 
     def store_bits(self, ref, index, value, mask, itemsize):
         index, mask = (np.broadcast_to(np.asarray(v), (128,)) for v in (index, mask))
@@ -195,7 +213,7 @@ class Machine:
             CHUNK=simt.CHUNK,
             thread_index=lambda: jnp.asarray((THREADS + 128 * self.warpgroup).astype(np.int32)),
             constant=lambda value: jnp.full(128, value, jnp.int32),
-            barrier=lambda: None,
+            barrier=self.barrier,
             inline=lambda *_, **__: lambda function: lambda *given: function(None, *given),
             value_of=bits,
             wrap=lambda value: jnp.asarray(np.broadcast_to(value, (128,)).view(np.int32)),
