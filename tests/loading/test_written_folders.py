@@ -28,6 +28,7 @@ def assert_values(weights, w13, w2):
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.sample(3)
 def test_layers_have_the_values_that_were_written(tmp_path, name):
     """By moe_jax from the folder, and by the torch bridge from the names of the file and its quantization_config."""
     folder = tmp_path / "model"

@@ -27,6 +27,7 @@ def split(module):
 @pytest.mark.parametrize(
     "name", ["deepseek_v3", "qwen3_next", *slow("mixtral_tied_window", "qwen2", "gpt_oss", "qwen3_5")]
 )
+@pytest.mark.sample(2)
 def test_logits_and_cache(case, prompt, name):
     """Two calls with a cache, rows split over devices; shared experts and dense layers too."""
     model, ids = case(name).model, prompt(2, 6)

@@ -88,6 +88,7 @@ SLOW = ["deepseek_v32", "qwen3_dense_bias", "mixtral", "flex_olmo", "phimoe", "g
 
 
 @pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.sample(2)
 def test_models(case, calls, name):
     """A prompt padded on the left, then on its cache four tokens and one, beside XLA's answer to all at once."""
     one, rng = case(name), np.random.default_rng(0)
@@ -208,6 +209,7 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
 
 @pytest.mark.parametrize("most", [8, 7])
 @pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.sample(2)
 def test_tokens_of_many_rows(case, calls, monkeypatch, is_masked, most):
     """A router of its own, in front of kernels that run a whole layer: nothing zeroes masked tokens, and the next norm
     adds up the rows of at most so many. Logits, statistics and gradients are XLA's."""
@@ -246,6 +248,7 @@ def test_tokens_of_many_rows(case, calls, monkeypatch, is_masked, most):
 
 
 @pytest.mark.parametrize(("scheme", "is_added_up"), [("bf16", True), ("fp8_channel", False)])
+@pytest.mark.sample(2)
 def test_rows_of_one_token(case, calls, monkeypatch, scheme, is_added_up):
     """Its rows are added up by their last product, or with the next norm where that product quantizes them."""
     sizes: Any = dict(num_layers=2, moe_layers=(0, 1), hidden_size=512, moe_intermediate_size=256)
@@ -348,6 +351,7 @@ class _Joining(_Rows):
 @pytest.mark.parametrize(
     ("name", "is_joined"), [("fp8_block", False), ("fp8_block", True), ("fp8_channel", True), ("int8_w8a8", False)]
 )
+@pytest.mark.sample(2)
 def test_projections_of_a_quantized_norm(calls, monkeypatch, name, is_joined):
     """Codes from the launch of the norm give the products of a norm that is quantized by itself, bit by bit, in one
     product or in two; and these are near the exact ones. Gradients pass the rounding straight through."""
@@ -869,6 +873,7 @@ def test_launches_of_a_layer(case, monkeypatch, projections, has_biases):
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 3), (4, 4), (5, 4), (64, 5), (65, 7)])
+@pytest.mark.sample(3)
 def test_launches_of_experts(case, monkeypatch, rows, kernels):
     """A decode step for CUDA: few rows of experts are added up by the next norm, more by a launch of the layer; one
     token's are quantized by their last product. Masked tokens cost no launch."""

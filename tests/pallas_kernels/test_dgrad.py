@@ -462,5 +462,6 @@ def test_copies_go_to_aligned_memory(kind):
 @pytest.mark.parametrize(
     "case", [*list(dgrad_cases())[::12], *list(plain_dgrad_cases())[::12]], ids=lambda case: case.name
 )
+@pytest.mark.sample(3)
 def test_lowers(case):
     assert case.launches() == 1

@@ -90,6 +90,7 @@ def over_whole_steps(dy, x, first_row, num_rows, *, out_dtype=jnp.bfloat16, impl
 
 
 @pytest.mark.parametrize("options", [dict(), dict(keep_hidden=True), dict(has_bias=True)], ids=str)
+@pytest.mark.sample(3)
 def test_rows_past_those_of_a_tile_take_no_part(monkeypatch, options):
     """In tiles of 128 rows, some with an empty half."""
     monkeypatch.setattr(_backward, "grouped_wgrad", over_whole_steps)
@@ -170,6 +171,7 @@ def frozen_gradients(function, weights, call):
 
 
 @pytest.mark.parametrize("scheme", quick(SCHEMES_WITH_KERNELS, ("fp8_channel", "w4a16_g128")))
+@pytest.mark.sample(2)
 def test_quantized_weights(scheme):
     weights, expected, call = frozen_call(scheme)
     assert_gradients_close(frozen_gradients(by_references(call[0]), weights, call), expected)

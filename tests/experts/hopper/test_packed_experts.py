@@ -61,6 +61,7 @@ def test_rows_against_float64(scheme):
 
 @pytest.mark.parametrize("tokens", [3, 23])
 @pytest.mark.parametrize("scheme", ["w4a16_g32_asym", "nvfp4_modelopt", "w4a8_int8", "w4a8_int8_g64_actorder"])
+@pytest.mark.sample(3)
 def test_rows_past_those_of_a_tile_take_no_part(scheme, tokens, monkeypatch):
     """What a product leaves unwritten behind a tile's rows reaches no output, moved rows or not."""
     config, weights, packed = layer(scheme, **options_of(scheme))

@@ -49,6 +49,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", pytest.param("qwen3_dense_bias", marks=pytest.mark.slow)])
+@pytest.mark.sample(2)
 def test_models(case, calls, name):
     """A padded prompt, then on its cache a second one, three tokens and one, beside XLA's answer to all at once."""
     one, rng = case(name), np.random.default_rng(0)
