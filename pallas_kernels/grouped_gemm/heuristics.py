@@ -254,8 +254,9 @@ def describe(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str:
     swapped += f", {config.sharers} consumers in turn" if config.sharers > 1 else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""
     pairs = f" in pairs that share {'weights' if config.shares_weights else 'rows'}" if config.cluster > 1 else ""
+    requantized = ", which requantize their rows" if desc.requantize != "none" else ""
     return (
         f"{config.block_m} x {desc.projections} x {config.block_n} tiles{swapped}, "
         f"{config.num_stages} stages{step} "
-        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent CTAs{pairs}"
+        f"({shared_memory(desc, config) >> 10} KiB shared memory), {config.num_sms} persistent CTAs{pairs}{requantized}"
     )

@@ -441,6 +441,9 @@ def test_small_m_tiles_of_128_columns_requantize(scheme):
         assert plan.block_m < 64
         assert (plan.requantize != "none") == (plan.products[0].requantize != "none") == requantizes
         assert not requantizes or plan.configs[0].block_n == 128
+        with on_hopper():
+            first, _ = hopper_plan.describe_products(plan, weights)
+        assert ("which requantize their rows" in first) == requantizes
 
 
 @pytest.mark.parametrize("tokens", [3, 37])
