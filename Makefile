@@ -59,8 +59,8 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The tests of one module share fixtures, so they stay in one process.
-WORKERS := -n auto --maxprocesses 4 --dist loadfile
+# The tests of one module share fixtures. Neighbours stay in one process, until another one has nothing left to do.
+WORKERS := -n auto --maxprocesses 4 --dist worksteal
 ON_CPU := not gpu and not multi_gpu
 
 test: lint
