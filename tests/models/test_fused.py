@@ -209,7 +209,7 @@ def test_rows_of_experts_added_with_the_norm(case, calls, monkeypatch, name):
 
 @pytest.mark.parametrize("most", [8, 7])
 @pytest.mark.parametrize("is_masked", [False, True])
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_tokens_of_many_rows(case, calls, monkeypatch, is_masked, most):
     """A router of its own, in front of kernels that run a whole layer: nothing zeroes masked tokens, and the next norm
     adds up the rows of at most so many. Logits, statistics and gradients are XLA's."""
@@ -248,7 +248,6 @@ def test_tokens_of_many_rows(case, calls, monkeypatch, is_masked, most):
 
 
 @pytest.mark.parametrize(("scheme", "is_added_up"), [("bf16", True), ("fp8_channel", False)])
-@pytest.mark.sample(2)
 def test_rows_of_one_token(case, calls, monkeypatch, scheme, is_added_up):
     """Its rows are added up by their last product, or with the next norm where that product quantizes them."""
     sizes: Any = dict(num_layers=2, moe_layers=(0, 1), hidden_size=512, moe_intermediate_size=256)

@@ -513,7 +513,6 @@ def in_runs(desc, config, share, is_part, units, parts):
 @pytest.mark.parametrize("joins_rest", [False, True])
 @pytest.mark.parametrize("doubles_at", [(), (100,)], ids=["equal splits", "longer splits"])
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
-@pytest.mark.sample(2)
 def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     """Sums of up to ten splits, three loaded at once, with the bits of all at once; those of splits that no query sees
     are not read. The first row has half as many, twice as long, where ``doubles_at`` says so. Where keys are rows,

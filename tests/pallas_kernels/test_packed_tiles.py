@@ -4,7 +4,6 @@ where those in use are known, and what its barriers count. Unpacking is a stand-
 
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import jax
@@ -30,14 +29,8 @@ from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tol
 
 @pytest.fixture
 def on_threads(monkeypatch):
-    stand_ins = warpgroups.stand_ins()
-    stand_ins["mosaic"].release = stand_ins["plgpu"].barrier_arrive
-    stand_ins["mosaic"].COLUMNS = None
-    stand_ins["plgpu"].Layout = types.SimpleNamespace(WGMMA_TRANSPOSED=None)
-    for module in (kernel_sm90, dequant, pipeline_sm90, scheduler_sm90, side_by_side_sm90, epilogue_sm90):
-        for name, stand_in in stand_ins.items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    modules = (kernel_sm90, dequant, pipeline_sm90, scheduler_sm90, side_by_side_sm90, epilogue_sm90)
+    warpgroups.stand_in_for(monkeypatch, modules)
 
     def load_block(fmt, words, width, rows, *vectors):
         own = [None if vector is None else vector.array for vector in vectors]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from typing import Any
 
 import jax
@@ -32,17 +31,8 @@ from tests.support.kernels.gemm_problem import gemm_tolerance, make_problem
 
 @pytest.fixture
 def on_threads(monkeypatch):
-    stand_ins = warpgroups.stand_ins()
-    stand_ins["mosaic"].release = stand_ins["plgpu"].barrier_arrive
-    stand_ins["mosaic"].COLUMNS = None
-    stand_ins["mosaic"].tiled = lambda dtype, swizzle: ()
-    stand_ins["plgpu"].Layout = types.SimpleNamespace(WGMMA_TRANSPOSED=None)
-    stand_ins["plgpu"].SMEM = lambda shape, dtype, transforms: warpgroups.Memory(np.full(shape, np.nan, dtype))
-    stand_ins["plgpu"].Barrier = lambda num_arrivals=1, num_barriers=1: warpgroups.Barriers(num_barriers, num_arrivals)
-    for module in (kernel_sm90, swap_ab, smem, pipeline_sm90, scheduler_sm90, side_by_side_sm90, epilogue_sm90):
-        for name, stand_in in stand_ins.items():
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, stand_in)
+    modules = (kernel_sm90, swap_ab, smem, pipeline_sm90, scheduler_sm90, side_by_side_sm90, epilogue_sm90)
+    warpgroups.stand_in_for(monkeypatch, modules)
     monkeypatch.setattr(smem, "sigmoid", lambda config: jax.nn.sigmoid)
 
 

@@ -164,7 +164,7 @@ LAYERS = [
 
 @pytest.mark.parametrize("sum_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("scheme", "size", "routing"), LAYERS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_experts_on_rows_that_arrived_equal_one_device(scheme, size, routing, sum_dtype, kernels="reference"):
     """Bit for bit where products are of 8 bits: rows are quantized by the same rule, and added in the same order. XLA's
     float32 sums of products that are not exact add up in another order where a device has fewer experts: those of 16

@@ -7,7 +7,7 @@ once, so what races within the tensor core or the copy engine does not show.
 
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -154,6 +154,21 @@ def stand_ins() -> dict[str, Any]:
     of_mosaic.load = lambda ref, layout, optimized=True: _now(ref.array)
     of_mosaic.column_predicate, of_mosaic.row_a_warp = column_predicate, row_a_warp
     return dict(lax=of_lax, pl=of_pallas, plgpu=of_mosaic_gpu, mosaic=of_mosaic)
+
+
+def stand_in_for(monkeypatch: Any, modules: Sequence[Any]) -> None:
+    """Replace the names of Pallas in the modules of a grouped GEMM."""
+    found = stand_ins()
+    found["mosaic"].release = found["plgpu"].barrier_arrive
+    found["mosaic"].COLUMNS = None
+    found["mosaic"].tiled = lambda dtype, swizzle: ()
+    found["plgpu"].Layout = types.SimpleNamespace(WGMMA_TRANSPOSED=None)
+    found["plgpu"].SMEM = lambda shape, dtype, transforms: Memory(np.full(shape, np.nan, dtype))
+    found["plgpu"].Barrier = lambda num_arrivals=1, num_barriers=1: Barriers(num_barriers, num_arrivals)
+    for module in modules:
+        for name, stand_in in found.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, stand_in)
 
 
 def clear_rows(values: Memory, start: Any, end: Any) -> None:
