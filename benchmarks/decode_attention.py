@@ -36,8 +36,8 @@ SMS = 132
 AT_ONCE = 8  # processes
 CALLS = 5
 CACHES_BYTES = 150e6  # of all layers: more than an L2 holds
-WITHOUT_RUNS, BY_XLA = "without runs", "XLA"
-Way = DecodeForm | str | None  # a form, the default without runs, by XLA, or the default
+IN_RUNS, WITHOUT_RUNS, BY_XLA = "runs", "without runs", "XLA"
+Way = DecodeForm | str | None  # a form, the default in two launches, with runs or without, by XLA, or the default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +76,25 @@ QWEN, GPT, MLA = (32, 4, 128, 128), (64, 8, 64, 64), (128, 1, 576, 512)
 ONE = dataclasses.replace(FEW, ctas_per_sm=1)
 TWO = dataclasses.replace(FEW, block_kv=64, ctas_per_sm=2)
 LONG = dataclasses.replace(FEW, doubles_at=(2048, 6144))
-WHOLE = dataclasses.replace(FEW, split=1 << 17, doubles_at=())
+ONE_SPLIT = dataclasses.replace(FEW, split=1 << 17, doubles_at=())
 CELLS: list[tuple[Cell, tuple[Way, ...]]] = [
     *[(_of("qwen3", batch, 1024, QWEN), (None, ONE, TWO, BY_XLA)) for batch in (1, 16, 64, 256)],
     *[(_of("qwen3", batch, 8192, QWEN), (None, ONE, TWO, LONG, BY_XLA)) for batch in (1, 16, 64)],
     (_of("qwen3", 1, 32768, QWEN), (None, ONE, TWO, BY_XLA)),
     *[
-        (_of("runs qwen3", *sizes, QWEN), (None, WITHOUT_RUNS, WHOLE))
+        (_of("runs qwen3", *sizes, QWEN), (None, IN_RUNS, WITHOUT_RUNS, ONE_SPLIT))
         for sizes in ((64, 1024), (128, 1024), (256, 1024), (64, 8192))
     ],
     *[
-        (_of("runs ragged qwen3", *sizes, QWEN, is_ragged=True), (None, WITHOUT_RUNS))
-        for sizes in ((256, 1024), (64, 8192))
+        (_of("runs ragged qwen3", *sizes, QWEN, is_ragged=True), (None, IN_RUNS, WITHOUT_RUNS))
+        for sizes in ((64, 1024), (64, 2040), (256, 1024), (64, 8192))
     ],
-    (_of("gpt-oss sinks", 64, 1024, GPT, has_sinks=True), (None, WITHOUT_RUNS, ONE, TWO, BY_XLA)),
-    (_of("gpt-oss window 128", 64, 8192, GPT, has_sinks=True, window=128), (None, ONE, TWO)),
-    (_of("mixtral", 64, 1024, (32, 8, 128, 128)), (None, WITHOUT_RUNS, ONE, TWO)),
+    (_of("gpt-oss sinks", 64, 1024, GPT, has_sinks=True), (None, IN_RUNS, WITHOUT_RUNS, ONE, TWO, BY_XLA)),
+    *[
+        (_of("gpt-oss window", rows, 8192, GPT, has_sinks=True, window=128), (None, IN_RUNS, WITHOUT_RUNS, ONE, TWO))
+        for rows in (1, 16, 64)
+    ],
+    (_of("mixtral", 64, 1024, (32, 8, 128, 128)), (None, IN_RUNS, WITHOUT_RUNS, ONE, TWO)),
     *[(_of("mla", batch, 1024, MLA), (None, FEW, MANY_LATENTS)) for batch in (1, 4, 16)],
     *[(_of("mla", 64, tokens, MLA), (None, MANY_LATENTS)) for tokens in (1024, 8192)],
     (_of("mla", 16, 8192, MLA), (None, FULL_LATENTS)),
@@ -181,7 +184,7 @@ def _hopper(form: Way, cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> An
     from pallas_kernels.decode_attention import decode_attention
 
     if isinstance(form, str):
-        config = dataclasses.replace(choose_config(cell.desc, SMS), runs=False)
+        config = dataclasses.replace(choose_config(cell.desc, SMS), runs=form == IN_RUNS, whole_tiles=False)
     else:
         config = choose_config(cell.desc, SMS, form)
     options: dict[str, Any] = dict(scale=cell.width**-0.5, window=cell.window, sinks=sinks, config=config)

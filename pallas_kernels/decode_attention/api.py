@@ -89,7 +89,7 @@ def decode_attention(
 
     def hopper():
         sms = hopper_sms()
-        chosen = config or choose_config(desc, sms)
+        chosen = config or choose_config(desc, sms, rows=rows_out)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
         if rows_out is not None and (reason := quantizing_error(desc, chosen, rows_out)):
@@ -102,18 +102,23 @@ def decode_attention(
         from pallas_kernels.decode_attention.latents_sm90 import latents_sm90
 
         rows = (starts, lengths, first_slots)
-        kernel = (decode_sm90 if chosen.swap_ab else latents_sm90)(desc, chosen)
         stacked = () if scales is None else (jnp.stack(scales),)
         pages = () if page_table is None else (page_table,)
+        of_sinks = () if sinks is None else (sinks,)
         schedule = make_schedule(desc, chosen, *rows) if chosen.runs else ()
         operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *stacked, *pages, *rows)
-        flat = [array.reshape(-1) for array in kernel(*operands, *schedule)]
-        parts = (*flat, *rows, *schedule[:1], *stacked, *([] if sinks is None else [sinks]))
-        if rows_out is not None:
-            codes, own_scales = combine_quantized_sm90(desc, chosen, rows_out)(*parts)
-            return codes.reshape(rows_out.num_tokens, -1), own_scales.reshape(rows_out.scale_shape)
-        y = combine_sm90(desc, chosen)(*parts)
-        return y.reshape(*q.shape[:3], desc.value_width)
+        if chosen.whole_tiles:
+            outputs = decode_sm90(desc, chosen, rows_out)(*operands, *of_sinks)
+        else:
+            kernel = (decode_sm90 if chosen.swap_ab else latents_sm90)(desc, chosen)
+            flat = [array.reshape(-1) for array in kernel(*operands, *schedule)]
+            combine = combine_sm90(desc, chosen) if rows_out is None else combine_quantized_sm90(desc, chosen, rows_out)
+            outputs = combine(*flat, *rows, *schedule[:1], *stacked, *of_sinks)
+        if rows_out is None:
+            (y,) = jax.tree.leaves(outputs)
+            return y.reshape(*q.shape[:3], desc.value_width)
+        codes, own_scales = outputs
+        return codes.reshape(rows_out.num_tokens, -1), own_scales.reshape(rows_out.scale_shape)
 
     def reference():
         keys, of_keys = (a if page_table is None else rows_of_pages(a, page_table) for a in (k, values))

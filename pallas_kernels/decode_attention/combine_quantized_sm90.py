@@ -9,23 +9,20 @@ A CTA has all key heads of a row where a row has one scale; where 128 columns ha
 """
 
 import functools
-import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
-from pallas_kernels.common.sm90 import WARPGROUP, WARPS
+from pallas_kernels.common.sm90 import WARPS
 from pallas_kernels.common.types import Kernel, Ref, Value
-from pallas_kernels.decode_attention.combine_sm90 import UNROLL_RUNS, Part, Parts, SplitSums
+from pallas_kernels.decode_attention.combine_sm90 import UNROLL_RUNS, Parts
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc, values_a_thread
-from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
+from pallas_kernels.decode_attention.outputs_sm90 import FLOOR, Columns, Part, SplitSums, outputs_of
 from pallas_kernels.decode_attention.schedule import seen
-from pallas_kernels.quantize_and_permute.by_thread_sm90 import coded, magnitude
 from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
 
@@ -34,14 +31,10 @@ def combine_quantized_sm90(desc: DecodeDesc, config: DecodeConfig, rows: Permute
 
     rows: how the outputs (B, N * V) are quantized; ``quantizing_error`` is None.
     """
-    assert rows.scale_shape is not None
     warpgroups = 1 if rows.is_grouped else desc.num_kv_heads
     return row_kernel(
         functools.partial(_kernel, desc, config, rows, warpgroups),
-        [
-            jax.ShapeDtypeStruct((rows.num_tokens * rows.width,), jnp.dtype(rows.out_dtype)),
-            jax.ShapeDtypeStruct((math.prod(rows.scale_shape),), jnp.float32),
-        ],
+        outputs_of(desc, rows),
         desc.batch * desc.num_kv_heads // warpgroups,
         "add_splits_and_quantize",
         num_warpgroups=warpgroups,
@@ -67,41 +60,28 @@ def _kernel(
     slots = seen(desc, starts[row], lengths[row], first_slots[row])
     parts = Parts.of(desc, config, share, tile, slots)
 
-    thread = simt.thread_index() & (WARPGROUP - 1)
-    column = thread & (columns - 1)
-    is_used = column < desc.group
-    head = column + kv_head * desc.group
+    own = Columns(desc, config, row, kv_head)
     nothing = simt.constant(0)
 
     def load(offset: Any) -> list[Part]:
         found = []
         for j in range(unroll):
             split, is_part = parts.at(offset + j)
-            inside, place = is_used & (nothing + is_part != 0), nothing + (split + tile * splits)
-            own = [simt.load_float(a, place * columns + column, inside, x) for a, x in stats]
-            values = [place * (width * columns) + (thread + i * WARPGROUP) for i in range(number)]
-            found.append((*own, tuple(simt.load_float(sums, index, inside, 0.0) for index in values)))
+            inside, place = own.is_used & (nothing + is_part != 0), nothing + (split + tile * splits)
+            stats = [simt.load_float(a, place * columns + own.column, inside, x) for a, x in defaults]
+            values = [place * (width * columns) + number for number in own.numbers]
+            found.append((*stats, tuple(simt.load_float(sums, index, inside, 0.0) for index in values)))
         return found
 
-    stats = ((tops, FLOOR), (totals, 0.0))
-    sink = simt.load_float(rest[0], head, is_used, 0.0) * LOG2_E if rest else None
-    added = SplitSums.of_nothing(number).plus_all(load, parts.count, unroll, splits <= unroll).with_sink(sink)
-    results = added.outputs(None if scales is None else scales[1])
-    results = [result.astype(desc.dtype).astype(jnp.float32) for result in results]
-
+    defaults = ((tops, FLOOR), (totals, 0.0))
+    added = SplitSums.of_nothing(number).plus_all(load, parts.count, unroll, splits <= unroll)
+    results = own.outputs(added, rest[0] if rest else None, None if scales is None else scales[1])
     if rows.is_grouped:
-        largest = functools.partial(_largest_of_column, maxima, columns)
+        own.store_codes(rows, codes, scales_out, results, functools.partial(own.largest, maxima, simt.barrier))
     else:
+        is_first = (own.thread == 0) & (nothing + warpgroup == 0)
         largest = functools.partial(_largest_of_row, maxima, warpgroups)
-    codes_of_values, scale = coded(rows, results, lax.bitcast_convert_type(largest(magnitude(results)), jnp.float32))
-    value = lax.shift_right_logical(thread, jnp.full_like(thread, columns.bit_length() - 1))
-    for i, code in enumerate(codes_of_values):
-        index = (head + row * desc.num_heads) * width + (value + i * (WARPGROUP // columns))
-        simt.store_bits(codes, index, code, is_used, 1)
-    room = rows.scale_rows or rows.num_rows
-    place = head * room + row if rows.is_grouped else nothing + row
-    is_first = is_used & (thread < columns) if rows.is_grouped else (thread == 0) & (nothing + warpgroup == 0)
-    simt.store(scales_out, place, lax.bitcast_convert_type(scale, jnp.int32), is_first)
+        own.store_codes(rows, codes, scales_out, results, largest, is_first)
 
 
 def _largest_of_row(maxima: Ref, warpgroups: int, value: Value) -> Value:
@@ -112,18 +92,3 @@ def _largest_of_row(maxima: Ref, warpgroups: int, value: Value) -> Value:
     simt.store(maxima, warp, simt.warp_max(value), lane == 0)
     simt.barrier()
     return simt.warp_max(simt.load(maxima, lane, lane < WARPS * warpgroups, 0))
-
-
-def _largest_of_column(maxima: Ref, columns: int, value: Value) -> Value:
-    """The largest of the values of threads with the same column."""
-    thread = simt.thread_index()
-    lane, column = thread & 31, thread & (columns - 1)
-    warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
-    distance = columns
-    while distance < 32:
-        value = jnp.maximum(value, simt.of_lane(value, distance))
-        distance *= 2
-    simt.store(maxima, warp * columns + column, value, lane < columns)
-    simt.barrier()
-    every = lane >= 0
-    return functools.reduce(jnp.maximum, [simt.load(maxima, column + i * columns, every, 0) for i in range(WARPS)])

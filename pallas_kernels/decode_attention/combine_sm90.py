@@ -7,10 +7,8 @@ splits once (``SplitSums``).
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,68 +17,12 @@ from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.sm90 import WARPGROUP
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
-from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E, added
+from pallas_kernels.decode_attention.outputs_sm90 import FLOOR, LOG2_E, Part, SplitSums, outputs_of
 from pallas_kernels.decode_attention.schedule import run_length, seen, splits_of
 
 UNROLL = 8  # splits whose sums are loaded at once
 UNROLL_WIDE = 4  # where a thread has several values of each
 UNROLL_RUNS = 2  # where most tiles have one run and nothing behind it
-
-Part = tuple[Value, Value, tuple[Value, ...]]  # of a split: the largest score, the sum of its weights, sums of values
-
-
-class SplitSums(NamedTuple):
-    """What a thread has added up of the splits so far, as in an online softmax.
-
-    Args:
-        top: the largest score.
-        numerators, denominator: sums of weighted values, and of weights, as if ``top`` were subtracted from all scores.
-    """
-
-    top: Value
-    numerators: tuple[Value, ...]
-    denominator: Value
-
-    @classmethod
-    def of_nothing(cls, count: int) -> "SplitSums":
-        """count: values of a thread."""
-        zero = lax.bitcast_convert_type(simt.constant(0), jnp.float32)
-        return cls(zero + FLOOR, (zero,) * count, zero)
-
-    def with_sink(self, sink: Value | None) -> "SplitSums":
-        """sink: the logit of a head that attends to no value, times log2(e), or None."""
-        if sink is None:
-            return self
-        zero = jnp.zeros_like(sink)
-        return self.plus((sink, zero + 1.0, (zero,) * len(self.numerators)))
-
-    def plus(self, part: Part) -> "SplitSums":
-        score, weight, values = part
-        joined = functools.partial(added, score > self.top, jnp.exp2(-lax.abs(score - self.top)))
-        numerators = tuple(map(joined, self.numerators, values))
-        return SplitSums(lax.max(self.top, score), numerators, joined(self.denominator, weight))
-
-    def plus_all(self, load: Callable[[Any], list[Part]], splits: Any, unroll: int, is_one_load: bool) -> "SplitSums":
-        """With the parts of all ``splits``, one after the other, whatever ``unroll`` is. load: from the first of
-        ``unroll`` of them; it is asked for the next ones before these are added. is_one_load: there are no more than
-        ``unroll``."""
-        first = load(0)
-        if is_one_load:
-            return functools.reduce(SplitSums.plus, first, self)
-
-        def one_load(i, carry):
-            state, parts = carry
-            following = load((i + 1) * unroll)
-            return functools.reduce(SplitSums.plus, parts, state), following
-
-        loads = lax.div(splits + (unroll - 1), jnp.int32(unroll))
-        return lax.fori_loop(0, loads, one_load, (self, first))[0]
-
-    def outputs(self, scale: Value | None) -> list[Value]:
-        """Weighted means, times ``scale``; zeros where no slot was seen."""
-        nothing = self.denominator == 0
-        results = [jnp.where(nothing, 0.0, own / self.denominator) for own in self.numerators]
-        return results if scale is None else [result * scale for result in results]
 
 
 class Parts(NamedTuple):
@@ -118,9 +60,7 @@ def combine_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     sums, tops, totals: flat, as ``decode_sm90`` or ``latents_sm90`` gives them; share of a ``Schedule``; scales (2,)
     float32, of keys and of values in e4m3; sinks (N,).
     """
-    out = jax.ShapeDtypeStruct(
-        (desc.batch * desc.num_queries * desc.num_heads * desc.value_width,), jnp.dtype(desc.dtype)
-    )
+    (out,) = outputs_of(desc, None)
     body = functools.partial(_kernel, desc, config)
     return row_kernel(body, out, num_combining_ctas(desc, config), "add_splits")
 

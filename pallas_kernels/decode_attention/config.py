@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, smem_bytes
+from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, WARPS, smem_bytes
 from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteDesc
 
 DTYPES = ("bfloat16", "float16")
@@ -16,6 +16,7 @@ MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spill
 SM_BYTES = 228 * 1024  # shared memory of an SM
 RESERVED_BYTES = 1024  # of it for each CTA
 _MAX_SUMS = 2048  # of a tile, where a CTA adds up several splits
+_MOST_SLOTS = 2048  # of a tile that a CTA takes as a whole: a row by itself is not spread over the SMs then
 _BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
 _BARRIERS_OF_ROWS = 2048  # where queries are rows
 
@@ -73,6 +74,7 @@ class DecodeConfig:
         doubles_at: a row that sees more slots than one of these has splits twice as long, for each of them.
         joins_rest: slots behind the last whole split, if they are fewer than half of one, belong to it.
         runs: a CTA takes several splits of a tile, one after the other, and adds them up itself (schedule.py).
+        whole_tiles: a CTA takes all splits of a tile, adds them up, and makes the outputs; there is no second launch.
         block_kv: slots of one step, a divisor of split.
         num_stages: stages of keys and values in shared memory, as they are in the cache, of ``stage_slots`` each.
         num_ctas: persistent CTAs, one or two an SM.
@@ -88,6 +90,12 @@ class DecodeConfig:
     doubles_at: tuple[int, ...] = ()
     joins_rest: bool = False
     runs: bool = False
+    whole_tiles: bool = False
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether CTAs add up splits."""
+        return self.runs or self.whole_tiles
 
     @property
     def query_stages(self) -> int:
@@ -123,7 +131,7 @@ def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
         ((config.num_stages, block, both), stored),
         ((WIDE_STAGES if desc.is_e4m3 else 0, block, both), desc.dtype),
         ((columns, config.block_kv), desc.dtype),
-        ((desc.value_width + 2 if config.runs else 0, columns), "float32"),
+        ((desc.value_width + 2 + WARPS if config.adds_up else 0, columns), "float32"),
     ]
     barriers = _BARRIERS if config.swap_ab else _BARRIERS_OF_ROWS
     return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + barriers
@@ -157,11 +165,13 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     if config.swap_ab and is_wide:
         widths = f"width={desc.width}, value_width={desc.value_width}"
         return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
-    if config.runs and not (config.swap_ab and _has_room_for_runs(desc, config)):
+    if config.adds_up and not (config.swap_ab and _has_room_for_sums(desc, config)):
         values = f"columns={config.columns}, value_width={desc.value_width}"
-        return f"runs with {values}: at most {_MAX_SUMS} sums of a tile, and no latents"
-    if config.runs and config.joins_rest:
-        return "runs with joins_rest: not built"
+        return f"splits added up by a CTA with {values}: at most {_MAX_SUMS} sums of a tile, and no latents"
+    if config.adds_up and (config.joins_rest or config.runs == config.whole_tiles):
+        return f"{config}: runs or whole tiles, without joins_rest"
+    if config.whole_tiles and WARPGROUP % config.columns:
+        return f"whole tiles with columns={config.columns}: a divisor of {WARPGROUP}"
     sums = config.all_tiles(desc) * config.num_splits(desc) * config.columns * desc.value_width
     if sums >= 1 << 31:
         return f"{config.num_splits(desc)} splits of {desc.batch} rows: {sums} sums, which are counted in 31 bits"
@@ -183,6 +193,8 @@ def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) 
         return f"quantization {rows.quantization!r}; one of {', '.join(WITH_SCALES)}"
     if not config.swap_ab:
         return "swap_ab=False: outputs are quantized with keys as rows"
+    if config.whole_tiles and not rows.is_grouped:
+        return f"whole tiles with {rows.quantization}: a row, which has one scale, has several tiles"
     if desc.num_queries > 1 or config.num_tiles(desc) > 1 or config.columns not in (8, 16, 32):
         return (
             f"{desc.num_queries} queries, columns={config.columns}: one query, whose heads are one tile of 8, 16 or 32"
@@ -219,17 +231,20 @@ MANY_ROWS = 16
 ONE_ROUND, TWO_ROUNDS = range(128, 133), 256  # tiles
 
 
-def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None) -> DecodeConfig:
+def choose_config(
+    desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None, rows: PermuteDesc | None = None
+) -> DecodeConfig:
     """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
 
-    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW.
+    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW. rows:
+    how the outputs are quantized, None for not at all.
     """
     if form is None:
         form = _latents_form(desc) if desc.is_latent else FEW
     if not form.swap_ab:
-        rows = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at, form.joins_rest)
-        if config_error(desc, rows) is None:
-            return rows
+        config = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at, form.joins_rest)
+        if config_error(desc, config) is None:
+            return config
         form = FEW
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
@@ -240,8 +255,18 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     num_ctas = max(1, min(num_sms * ctas_per_sm, items))
     # CTAs have whole tiles or large parts where tiles are many; with fewer there is little to add up.
     is_many = items > num_ctas and 2 * config.all_tiles(desc) >= num_ctas and config.num_splits(desc) > 1
-    runs = is_many and not config.joins_rest and _has_room_for_runs(desc, config)
+    runs = is_many and not config.joins_rest and _has_room_for_sums(desc, config)
     config = dataclasses.replace(config, num_ctas=num_ctas, runs=runs)
+    whole = dataclasses.replace(config, num_ctas=min(num_ctas, config.all_tiles(desc)), runs=False, whole_tiles=True)
+    whole = _with_stages(desc, whole, ctas_per_sm)
+    can_be_whole = config_error(desc, whole) is None and (rows is None or quantizing_error(desc, whole, rows) is None)
+    if can_be_whole and _are_tiles_even(desc, config, num_sms * ctas_per_sm):
+        return whole
+    return _with_stages(desc, config, ctas_per_sm)
+
+
+def _with_stages(desc: DecodeDesc, config: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
+    """With as many as fit, of up to twelve."""
     for stages in range(1, 13):
         wider = dataclasses.replace(config, num_stages=stages)
         fits = (shared_bytes(desc, wider) + RESERVED_BYTES) * ctas_per_sm <= SM_BYTES
@@ -252,7 +277,7 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
 
 def _most_items(desc: DecodeDesc, config: DecodeConfig) -> int:
     """Of rows that fill their cache."""
-    most = min(desc.num_slots, desc.num_slots if desc.window is None else desc.window + desc.num_queries - 1)
+    most = _most_seen(desc)
     size = config.split << sum(most > bound for bound in config.doubles_at)
     splits = -(-most // size) + (desc.window is not None)  # a window may begin inside of a split
     return config.all_tiles(desc) * min(splits, config.num_splits(desc))
@@ -264,7 +289,20 @@ def _fits_twice(desc: DecodeDesc, config: DecodeConfig) -> bool:
     return is_narrow and desc.num_queries == 1 and not desc.is_e4m3
 
 
-def _has_room_for_runs(desc: DecodeDesc, config: DecodeConfig) -> bool:
+def _are_tiles_even(desc: DecodeDesc, config: DecodeConfig, num_ctas: int) -> bool:
+    """Whether CTAs that take whole tiles have hardly more to do than CTAs that share all splits evenly, whatever the
+    lengths of the rows are: one step of full rows more, or 2048 slots of one row."""
+    steps = -(-_most_seen(desc) // config.block_kv) + (desc.window is not None)
+    whole = -(-config.all_tiles(desc) // num_ctas) * steps
+    return whole <= -(-config.all_tiles(desc) * steps // num_ctas) + 1 and steps * config.block_kv <= _MOST_SLOTS
+
+
+def _most_seen(desc: DecodeDesc) -> int:
+    """Slots, of a row that fills its cache."""
+    return min(desc.num_slots, desc.num_slots if desc.window is None else desc.window + desc.num_queries - 1)
+
+
+def _has_room_for_sums(desc: DecodeDesc, config: DecodeConfig) -> bool:
     """Whether a CTA has room for what it has added up of a tile."""
     return not desc.is_latent and config.columns * desc.value_width <= _MAX_SUMS
 

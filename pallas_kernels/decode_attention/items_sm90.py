@@ -43,7 +43,7 @@ class Item:
 
 class Items:
     """Those of one persistent CTA: each num_ctas-th, tiles of one split beside each other; or as a ``Schedule`` has
-    them, runs first.
+    them, runs first; or whole tiles, also those that see no slot.
 
     Without a schedule the last split comes first. It may have few slots, and what it takes besides loading them passes
     while the slots of whole splits arrive; behind these nothing would arrive any more.
@@ -73,12 +73,17 @@ class Items:
             self._first_rest = self._schedule.first_rest[cta]
             self._count = self._runs + (self._schedule.first_rest[cta + 1] - self._first_rest)
             return
+        if config.whole_tiles:
+            self._count = every(tiles)
+            return
         self._splits = _used_splits(desc, config, starts, lengths, first_slots)
         self._count = every(tiles * self._splits)
 
     def _place(self, t: Scalar) -> tuple[Scalar, Scalar]:
-        """(tile, split) of an item; -1 for the split of a run."""
+        """(tile, split) of an item; -1 for the split of a run, or of a whole tile."""
         desc, config = self._desc, self._config
+        if config.whole_tiles:
+            return self._cta + t * config.num_ctas, jnp.int32(-1)
         if self._schedule is None:
             tiles = jnp.int32(config.all_tiles(desc))
             index = self._cta + t * config.num_ctas
@@ -103,8 +108,10 @@ class Items:
         first, end = seen(desc, start, length, slot)
         size, begin, stop = splits_of(desc, config, first, end)
         count = jnp.int32(1)
-        if self._schedule is not None:
-            run = run_length(desc, config, self._schedule.share[0], tile, stop - begin, size)
+        if config.adds_up:
+            run = stop - begin
+            if self._schedule is not None:
+                run = run_length(desc, config, self._schedule.share[0], tile, run, size)
             split, count = jnp.where(split < 0, begin, split), jnp.where(split < 0, run, 1)
         own_end = jnp.where(split + count < stop, lax.min(end, (split + count) * size), end)
         first, end = lax.max(first, split * size), jnp.where(split < stop, own_end, first)
@@ -126,12 +133,13 @@ class Items:
         )
 
     def for_each(self, body: Callable[[Item, Scalar, Scalar], None]) -> tuple[Scalar, Scalar]:
-        """body(item, items before it, steps before it) for those that a query sees; the sums of both in the end."""
+        """body(item, items before it, steps before it) for those that a query sees, and for all whole tiles; the sums
+        of both in the end."""
 
         def one(t, carry):
             items, steps = carry
             item = self._item(t)
-            is_used = item.num_steps > 0
+            is_used = item.num_steps >= (0 if self._config.whole_tiles else 1)
             pl.when(is_used)(lambda: body(item, items, steps))
             return items + jnp.where(is_used, 1, 0), steps + item.num_steps
 

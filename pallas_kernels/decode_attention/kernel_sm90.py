@@ -20,7 +20,8 @@ The scale of keys goes into that of the scores, the one of values into the outpu
 
 A second launch adds the partial sums of a tile's splits, in their order (combine_sm90.py). A split's slots do not
 depend on the batch, so neither do the bits of a token. A CTA that takes a tile's first splits one after the other adds
-them up itself, as the second launch would (schedule.py).
+them up itself, as the second launch would (schedule.py). Where it takes all of them it makes the outputs, too, and
+there is no second launch.
 
 Softmax runs in float32, with scores scaled by log2(e). m starts at a finite floor, so a query that sees nothing has
 l = 0.
@@ -28,7 +29,6 @@ l = 0.
 
 import functools
 import itertools
-import math
 from typing import Any, TypeAlias
 
 import jax
@@ -39,14 +39,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.pages import PAGE_SLOTS
+from pallas_kernels.common.sm90 import WARPS
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc, stage_slots
 from pallas_kernels.decode_attention.items_sm90 import Item, Items
-from pallas_kernels.decode_attention.schedule import seen
+from pallas_kernels.decode_attention.outputs_sm90 import FLOOR, LOG2_E, Columns, added, outputs_of, store_tile
+from pallas_kernels.decode_attention.schedule import Schedule, seen
 from pallas_kernels.decode_attention.widen_sm90 import widen_tile
+from pallas_kernels.quantize_and_permute.config import PermuteDesc
 
-FLOOR = -(2.0**100)  # below every score in use, and finite
-LOG2_E = math.log2(math.e)
 PART = 128  # of a value's elements, multiplied at once
 COPIED = 32  # slots of a TMA copy
 REGISTERS = 240, 24, 240  # of a thread with codes: consumer, producer, converter
@@ -54,11 +55,12 @@ REGISTERS = 240, 24, 240  # of a thread with codes: consumer, producer, converte
 Part: TypeAlias = tuple[tuple[Value, ...], Value, Value]  # sums of values, the largest score, the sum of weights
 
 
-def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
-    """The kernel; config must pass config_error.
+def decode_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc | None = None) -> Kernel:
+    """The kernel; config must pass config_error, and quantizing_error.
 
     (q, k, [v], [scales], [pages], starts, lengths, first_slots, [schedule]) -> (sums, tops, totals) of each (tile,
-    split); of a run in the place of its first split.
+    split); of a run in the place of its first split. With config.whole_tiles the sinks (N,) follow where there are
+    some, and the results are the outputs: (B * S * N * V,), or as ``rows`` quantizes them codes and scales, flat.
 
     q (B, M, T * C, D) for T tiles of C columns, k (B, M, L, D), v (B, M, L, V), not there where ``is_latent``; scales
     (2,) float32 where ``is_e4m3``, of keys and of values, of which the second launch takes that of the values; pages
@@ -80,9 +82,11 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
         k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies),
         k_empty=plgpu.Barrier(num_barriers=stages),
     )
-    if config.runs:
+    if config.adds_up:
         scratch["so_far"] = plgpu.SMEM((desc.value_width, columns), jnp.float32)
         scratch["stats_so_far"] = plgpu.SMEM((2, columns), jnp.float32)
+    if config.whole_tiles:
+        scratch["maxima"] = plgpu.SMEM((WARPS * columns,), jnp.int32)
     if not desc.is_latent:
         scratch["v"] = plgpu.SMEM((stages, held, desc.value_width), dtype, transforms=tiled)
         scratch["v_full"] = plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies)
@@ -92,11 +96,13 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
             scratch[f"codes_{name}"] = plgpu.SMEM((config.num_stages, held, width), jnp.float8_e4m3fn)
             scratch[f"codes_{name}_full"] = plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=copies)
             scratch[f"codes_{name}_empty"] = plgpu.Barrier(num_barriers=config.num_stages)
-    sums = jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32)
     stats = jax.ShapeDtypeStruct((items, columns), jnp.float32)
+    out_type = [jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32), stats, stats]
+    if config.whole_tiles:
+        out_type = outputs_of(desc, rows)
     return plgpu.kernel(
-        functools.partial(_kernel, desc, config),
-        out_type=(sums, stats, stats),
+        functools.partial(_kernel, desc, config, rows),
+        out_type=out_type,
         grid=(config.num_ctas,),
         grid_names=("block",),
         num_threads=3 if desc.is_e4m3 else 2,
@@ -112,14 +118,18 @@ def _stages(desc: DecodeDesc, config: DecodeConfig) -> int:
     return WIDE_STAGES if desc.is_e4m3 else config.num_stages
 
 
-def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: TileRef) -> None:
+def _kernel(
+    desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc | None, *refs: TileRef, **scratch: TileRef
+) -> None:
     mosaic.begin()
     q, k, *rest = refs
     v = None if desc.is_latent else rest.pop(0)
     scales = rest.pop(0) if desc.is_e4m3 else None
     pages = rest.pop(0) if desc.num_pages else None
-    starts, lengths, first_slots, *schedule, sums_out, tops_out, totals_out = rest
-    s = scratch
+    starts, lengths, first_slots, *rest = rest
+    schedule = [rest.pop(0) for _ in Schedule._fields] if config.runs else []
+    sinks = rest.pop(0) if config.whole_tiles and desc.has_sinks else None
+    outputs, s = rest, scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
     block_kv, stages, num_columns = config.block_kv, config.num_stages, desc.num_slots // PAGE_SLOTS
     held = stage_slots(desc, config)
@@ -291,15 +301,23 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
             keep(_joined(kept(), part))
             return 0
 
-        if config.runs:
+        if config.adds_up:
             so_far = [s["so_far"].at[pl.ds(first, size)] for first, size in parts]
             so_far += [s["stats_so_far"].at[index] for index in range(2)]
             keep((no_sums(), of_columns(FLOOR), of_columns(0.0)))
             lax.fori_loop(0, item.num_splits, with_one_more, 0)
-            sums, top, total = kept()
         else:
             sums, top, total = one_split(0, item.num_steps)
         plgpu.barrier_arrive(s["q_empty"].at[place])
+        if config.whole_tiles:
+            tile = Columns(desc, config, item.row, item.head, item.column)
+            memory = dict(sums=s["so_far"], stats=s["stats_so_far"], maxima=s["maxima"])
+            of_values = None if scales is None else scales[1]
+            store_tile(rows, tile, memory, plgpu.commit_smem, sinks, of_values, outputs)
+            return
+        if config.runs:
+            sums, top, total = kept()
+        sums_out, tops_out, totals_out = outputs
         for (first, size), value in zip(parts, sums, strict=True):
             sums_out.at[item.index, pl.ds(first, size)][...] = value
         tops_out.at[item.index][...] = top
@@ -346,14 +364,6 @@ def _joined(before: Part, part: Part) -> Part:
         return added(wide[0] > wide[1], wide[2], value, own)
 
     return tuple(map(with_own, sums, own_sums)), lax.max(top, own_top), with_own(total, own_total)
-
-
-def added(is_higher: Value, shrink: Value, before: Value, own: Value) -> Value:
-    """Sums of two parts, of which the one with the lower score shrinks. is_higher: the score of ``own`` is.
-
-    One product, so that the bits are the same in all kernels.
-    """
-    return jnp.where(is_higher, before, own) * shrink + jnp.where(is_higher, own, before)
 
 
 def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:

@@ -33,7 +33,7 @@ from pallas_kernels.common.clear_rows_sm90 import clear_rows
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items
-from pallas_kernels.decode_attention.kernel_sm90 import FLOOR, LOG2_E
+from pallas_kernels.decode_attention.outputs_sm90 import FLOOR, LOG2_E
 from pallas_kernels.decode_attention.schedule import seen
 
 SCORER, PRODUCER = 2, 3  # warpgroups behind the two consumers

@@ -25,6 +25,7 @@ from pallas_kernels.decode_attention import (
     decode_attention,
     items_sm90,
     latents_sm90,
+    outputs_sm90,
     quantizing_error,
     rows_of,
     schedule,
@@ -207,8 +208,9 @@ def test_config_error():
         (dict(num_stages=1), "at least the stages of a step"),
         (dict(columns=12), "columns=12"),
         (dict(columns=64, num_stages=1), "columns=64: too many registers"),
-        (dict(runs=True, columns=24, block_kv=64, num_stages=2), "runs with columns=24"),
-        (dict(runs=True, joins_rest=True), "runs with joins_rest"),
+        (dict(runs=True, columns=24, block_kv=64, num_stages=2), "added up by a CTA with columns=24"),
+        (dict(runs=True, joins_rest=True), "without joins_rest"),
+        (dict(runs=True, whole_tiles=True), "runs or whole tiles"),
     ):
         assert why in config_error(desc, dataclasses.replace(fits, **options))
     for options, why in (
@@ -266,7 +268,7 @@ def test_choice_fits():
         # splits of 1024 of its slots
         (False, dict(batch=1, num_slots=1 << 16)),
         (False, dict(batch=1, num_slots=1 << 17, window=128)),
-        (True, dict(window=128)),
+        (True, dict(window=128, batch=96)),
     ],
 )
 def test_two_ctas_of_an_sm(is_twice, options):
@@ -457,23 +459,72 @@ def test_who_has_runs():
         return choose_config(decode_desc(128, 128, **(dict(batch=64, num_slots=1032, num_heads=32) | options)), SMS)
 
     few_tiles = dict(batch=16, num_slots=8200, num_kv_heads=4)
-    assert [chosen(num_kv_heads=4).runs, chosen(**few_tiles).runs, chosen(num_slots=256).runs] == [True, False, False]
+    long = dict(num_slots=8200, num_kv_heads=4)
+    assert [chosen(**long).runs, chosen(**few_tiles).runs, chosen(num_slots=256).runs] == [True, False, False]
     assert not chosen(batch=300, num_slots=256).runs  # of one split there is nothing to add up
-    assert chosen(num_kv_heads=4, is_e4m3=True).runs and chosen(num_heads=48, num_kv_heads=3).runs
+    assert chosen(**long, is_e4m3=True).runs and chosen(num_heads=48, num_kv_heads=3).runs
     assert not chosen(num_heads=64, num_kv_heads=2).runs  # 32 columns: no registers
     latents = decode_desc(576, 512, batch=8, num_heads=128, num_kv_heads=1, num_slots=8200, is_latent=True)
     assert not choose_config(latents, SMS).runs
     for form in (choose_config(latents, SMS), DecodeConfig(64, 128, 64, 2, SMS, swap_ab=False)):
         assert "no latents" in config_error(latents, dataclasses.replace(form, runs=True))
-    config, desc = chosen(num_kv_heads=4), decode_desc(128, 128, batch=64, num_slots=1032, num_heads=32, num_kv_heads=4)
+    config, desc = chosen(**long), decode_desc(128, 128, batch=64, num_slots=8200, num_heads=32, num_kv_heads=4)
     without = shared_bytes(desc, dataclasses.replace(config, runs=False))
     assert shared_bytes(desc, config) - without >= 130 * 8 * 4
+
+
+def test_who_has_whole_tiles():
+    """Those of as many full rows as there are CTAs, or a little fewer; and of short ones, however few."""
+
+    def is_whole(quantization="none", **options):
+        desc = decode_desc(128, 128, **(dict(batch=64, num_slots=1032, num_heads=32, num_kv_heads=4) | options))
+        rows = None if quantization == "none" else rows_of(desc, quantization, None)
+        config = choose_config(desc, SMS, rows=rows)
+        assert config_error(desc, config) is None and not (config.whole_tiles and config.runs)
+        assert rows is None or quantizing_error(desc, config, rows) is None
+        return config.whole_tiles
+
+    assert is_whole() and is_whole(batch=256) and is_whole(is_e4m3=True) and is_whole(num_slots=2048)
+    assert not is_whole(batch=96) and not is_whole(batch=16) and not is_whole(num_slots=2056)
+    assert is_whole(batch=1, num_slots=256) and is_whole(batch=1, num_slots=8200, window=128)
+    assert is_whole("e4m3_group") and is_whole("e4m3_group_ue8m0") and not is_whole("e4m3_row")
+    assert is_whole(num_queries=2) and not is_whole(num_queries=3)  # of 24 columns
+    desc = decode_desc(576, 512, batch=8, num_heads=128, num_kv_heads=1, num_slots=64, is_latent=True)
+    assert not choose_config(desc, SMS).whole_tiles
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=900)], ids=["one query", "three queries, window"])
+def test_whole_tiles_are_items(monkeypatch, options):
+    """Each tile is in one item of one CTA, with all splits and steps of its row, also where no slot is seen."""
+    monkeypatch.setattr(items_sm90, "pl", warpgroups.stand_ins()["pl"])
+    desc = decode_desc(64, 64, batch=5, num_slots=3000, num_heads=32, num_kv_heads=2, **options)
+    config = DecodeConfig(16, 128, 64, 2, 7, doubles_at=(300, 1000), whole_tiles=True)
+    rows = np.array([(0, 3000, 2997), (130, 1131, 1130), (5, 306, 305), (2, 63, 62), (9, 0, 0)], np.int32)
+    found = {}
+    for cta in range(config.num_ctas):
+        work, seen = items_sm90.Items(desc, config, jnp.int32(cta), *jnp.asarray(rows.T)), []
+        with jax.disable_jit():
+            work.for_each(lambda item, *before, seen=seen: seen.append((jax.tree.map(int, vars(item)), *before)))
+        before = np.cumsum([0] + [item["num_steps"] for item, *_ in seen])
+        assert [tuple(map(int, counts)) for _, *counts in seen] == [*enumerate(before[:-1])]
+        for item, *_ in seen:
+            place = item["row"], item["head"], item["column"]
+            assert place not in found
+            found[place] = item
+    columns = range(0, config.num_tiles(desc) * 16, 16)
+    assert found.keys() == set(itertools.product(range(5), range(2), columns))
+    for (row, *_), item in found.items():
+        first, end = map(int, schedule.seen(desc, *map(jnp.int32, rows[row])))
+        size, begin, stop = map(int, schedule.splits_of(desc, config, jnp.int32(first), jnp.int32(end)))
+        assert (item["split"], item["num_splits"], item["steps_of_split"]) == (begin, stop - begin, size // 64)
+        assert item["num_steps"] == (-(-end // 64) - first // 64 if first < end else 0)
+        assert not item["num_steps"] or item["first_step"] == first // 64
 
 
 def test_a_run_has_the_bits_of_the_second_launch():
     """What a CTA makes of one split more, and ``SplitSums.plus``: also of scores far apart, equal, and of none."""
     rng = np.random.default_rng(0)
-    tops = np.float32([3, 3.001, combine_sm90.FLOOR, 200, -90, 1, np.nan, 0.25])
+    tops = np.float32([3, 3.001, outputs_sm90.FLOOR, 200, -90, 1, np.nan, 0.25])
     for first, second in itertools.product(tops, tops):
         parts = []
         for top in (first, second):
@@ -482,7 +533,7 @@ def test_a_run_has_the_bits_of_the_second_launch():
             parts.append(((jnp.asarray(sums),), jnp.full((8,), top), jnp.asarray(totals)))
         (joined,), top, total = decode_kernel._joined(*parts)
         (sums,), own_top, own_total = parts[0]
-        before = combine_sm90.SplitSums(own_top, (sums,), own_total)
+        before = outputs_sm90.SplitSums(own_top, (sums,), own_total)
         after = before.plus((parts[1][1], parts[1][2], parts[1][0]))
         for a, b in ((joined, after.numerators[0]), (top, after.top), (total, after.denominator)):
             np.testing.assert_array_equal(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32))
@@ -497,7 +548,7 @@ def in_runs(desc, config, share, is_part, units, parts):
         length = schedule.run_length(desc, config, jnp.int32(share), jnp.int32(tile), jnp.int32(len(used)), size)
         lengths.append((int(length), len(used)))
         zero = jnp.zeros(held[1].shape[-1])
-        state = combine_sm90.SplitSums(zero + combine_sm90.FLOOR, (jnp.zeros(held[0].shape[2:]),), zero)
+        state = outputs_sm90.SplitSums(zero + outputs_sm90.FLOOR, (jnp.zeros(held[0].shape[2:]),), zero)
         for split in used[: lengths[-1][0]]:
             values, top, total = (jnp.asarray(array[tile, split]) for array in held)
             state = state.plus((top, total, (values,)))
@@ -543,6 +594,8 @@ def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     stand_ins["simt"].float_bits = lambda value, dtype: value.astype(dtype).view(jnp.uint16).astype(jnp.int32)
     for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_sm90, name, stand_ins[name])
+    for name in ("lax", "simt"):
+        monkeypatch.setattr(outputs_sm90, name, stand_ins[name])
     monkeypatch.setattr(schedule, "lax", stand_ins["lax"])
     for unroll, out in zip((3, 10), outs, strict=True):
         monkeypatch.setattr(combine_sm90, "UNROLL", unroll)
@@ -604,6 +657,8 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
     for name in ("lax", "mosaic", "simt"):
         monkeypatch.setattr(combine_quantized_sm90, name, stand_ins[name])
         monkeypatch.setattr(combine_sm90, name, stand_ins[name])
+    for name in ("lax", "simt"):
+        monkeypatch.setattr(outputs_sm90, name, stand_ins[name])
     monkeypatch.setattr(by_thread_sm90, "simt", simt)
     monkeypatch.setattr(schedule, "lax", stand_ins["lax"])
     body = functools.partial(
@@ -637,6 +692,51 @@ def test_quantized_combine_in_lockstep(monkeypatch, quantization):
     # Float32 and float64 round a few outputs to different neighbours in bfloat16.
     assert codes.is_written.all() and differ.mean() < 0.01
     np.testing.assert_allclose(found[differ], np.asarray(wanted, np.float32)[differ], rtol=0.13, atol=1)
+
+
+@pytest.mark.parametrize("quantization", ["none", "e4m3_group", "e4m3_group_ue8m0"])
+def test_outputs_of_whole_tiles_in_lockstep(monkeypatch, quantization):
+    """The bits of the second launch, of one part a tile, with sinks and codes. In the last row no slot is seen."""
+    desc = decode_desc(128, 128, num_heads=10, num_slots=256, has_sinks=True, is_e4m3=True)
+    config = dataclasses.replace(choose_config(desc, SMS), whole_tiles=False)
+    rows = rows_of(desc, quantization, 8) if quantization != "none" else None
+    rng, tiles = np.random.default_rng(0), 6
+    sums, tops = rng.standard_normal((tiles, 128, 8)), 5 * rng.standard_normal((tiles, 8))
+    totals = rng.uniform(1, 9, (tiles, 8))
+    sums[4:], tops[4:], totals[4:] = 0, outputs_sm90.FLOOR, 0
+    parts = [array.astype(np.float32).reshape(tiles, -1).view(np.int32) for array in (sums, tops, totals)]
+    sinks = Memory(10, rng.standard_normal(10).astype(np.float32).view(np.int32))
+    scales = jnp.float32([7.0, 3.0])
+    simt = simt_of(128)
+    simt.float_bits = lambda value, dtype: value.astype(dtype).view(jnp.uint16).astype(jnp.int32)
+    stand_ins = warpgroups.stand_ins() | dict(simt=simt)
+    for module in (combine_quantized_sm90, combine_sm90, outputs_sm90, by_thread_sm90, schedule):
+        for name in ("lax", "mosaic", "simt"):
+            monkeypatch.setattr(module, name, stand_ins[name], raising=False)
+
+    def outputs():
+        sizes = [array.size for array in outputs_sm90.outputs_of(desc, rows)]
+        return [Memory(size) for size in sizes]
+
+    second, found = outputs(), outputs()
+    places = [np.int32(place) for place in ((0, 0, 0), (256, 256, 0), (255, 255, 0))]
+    refs = [*(Memory(part.size, part.reshape(-1)) for part in parts), *places, scales, sinks, *second]
+    if rows is None:
+        body = functools.partial(combine_sm90._kernel, desc, config, *refs)
+        warpgroups.run(body, combine_sm90.num_combining_ctas(desc, config), 1, dict)
+    else:
+        body = functools.partial(combine_quantized_sm90._kernel, desc, config, rows, 1, *refs)
+        warpgroups.run(body, tiles, 1, lambda: dict(maxima=Memory(32)))
+    with jax.disable_jit():
+        for tile in range(tiles):
+            memory = dict(sums=Memory(1024, parts[0][tile]), maxima=Memory(32))
+            memory["stats"] = Memory(16, np.concatenate([parts[1][tile], parts[2][tile]]))
+            columns = outputs_sm90.Columns(desc, config, jnp.int32(tile // 2), jnp.int32(tile % 2))
+            outputs_sm90.store_tile(rows, columns, memory, lambda: None, sinks, scales[1], found)
+    for own, expected in zip(found, second, strict=True):
+        np.testing.assert_array_equal(own.is_written, expected.is_written)
+        np.testing.assert_array_equal(own.values, expected.values)
+    assert found[0].is_written.all() and found[0].values[: 4 * 640].any() and not found[0].values[2 * 1280 :].any()
 
 
 def test_what_is_not_quantized():
@@ -711,6 +811,44 @@ def test_runs_gpu(is_e4m3, name, quantization):
     jax.tree.map(np.testing.assert_array_equal, found, without)
     if quantization == "none":
         for row in (0, 1, 69):
+            alone = jax.tree.map(lambda array, row=row: array[row : row + 1], ((q, k, v), named))
+            one = run(dataclasses.replace(desc, batch=1), *alone, sinks, "hopper")
+            np.testing.assert_array_equal(found[row : row + 1], one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", ["none", "e4m3_group", "e4m3_group_ue8m0"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(window=150, has_sinks=True),
+        dict(is_e4m3=True, has_sinks=True),
+        dict(num_heads=64),
+        dict(num_heads=20),
+        dict(num_queries=2),
+        dict(num_heads=24, num_queries=2),
+    ],
+    ids=str,
+)
+def test_whole_tiles_gpu(options, quantization):
+    """66 rows of any lengths: the bits of two launches, and of a row alone."""
+    lengths = np.random.default_rng(0).integers(0, 1033, 66)
+    places = [(length // 9, length, max(length - 1, 0)) for length in [1032, 0, *lengths[2:]]]
+    sizes: Any = dict(batch=66, num_slots=1032, num_heads=32, num_kv_heads=4)
+    desc = decode_desc(128, 128, **(sizes | options))
+    rows = None if quantization == "none" else rows_of(desc, quantization, None)
+    if rows is not None and desc.num_queries > 1:
+        pytest.skip("outputs of several queries are not quantized")
+    config = choose_config(desc, SMS, rows=rows)
+    assert config.whole_tiles
+    (q, k, v), named, sinks, _ = make(desc, places)
+    kind: Any = dict(quantization=quantization)
+    found = run(desc, (q, k, v), named, sinks, "hopper", config, **kind)
+    apart = dataclasses.replace(config, whole_tiles=False)
+    jax.tree.map(np.testing.assert_array_equal, found, run(desc, (q, k, v), named, sinks, "hopper", apart, **kind))
+    if quantization == "none":
+        for row in (0, 1, 65):
             alone = jax.tree.map(lambda array, row=row: array[row : row + 1], ((q, k, v), named))
             one = run(dataclasses.replace(desc, batch=1), *alone, sinks, "hopper")
             np.testing.assert_array_equal(found[row : row + 1], one)

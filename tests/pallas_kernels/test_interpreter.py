@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.add_and_norm import AddNormConfig, add_and_norm
@@ -385,7 +386,12 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     latents_sm90._shrink, latents_sm90._loaded = lambda *_: None, lambda out: out[...]
     kernel = decode_sm90 if config.swap_ab else latents_sm90.latents_sm90
     schedule = make_schedule(desc, config, *rows) if config.runs else ()
+    decode_kernel.Columns, decode_kernel.store_tile = lambda *place: place, _stored
     found = kernel(desc, config)(queries_in_columns(desc, config, q), *operands, *stacked, *rows, *schedule)
+    v = cached[0][..., : desc.value_width] if desc.is_latent else cached[1]
+    expected = decode_attention_ref(desc, q, cached[0], v, *rows, scales=scales)
+    if config.whole_tiles:
+        return found[0].reshape(expected.shape), expected
     tiles, splits, columns = config.num_tiles(desc), config.num_splits(desc), config.columns
     shape = (2, desc.num_kv_heads, tiles, splits)
     sums, tops, totals = (np.asarray(array, np.float64).reshape(*shape, *array.shape[1:]) for array in found)
@@ -406,14 +412,23 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
         y = (weights[:, :, :, None] * own).sum(axis=2) / total
         y = y.swapaxes(2, 3).reshape(desc.num_kv_heads, tiles * columns, -1)[:, : desc.columns]
         out.append(y.reshape(desc.num_kv_heads, desc.num_queries, -1, desc.value_width).swapaxes(0, 1))
-    v = cached[0][..., : desc.value_width] if desc.is_latent else cached[1]
-    expected = decode_attention_ref(desc, q, cached[0], v, *rows, scales=scales)
     return jnp.asarray(np.stack(out).reshape(expected.shape), jnp.float16), expected
 
 
 def _widened(source: Any, target: Any) -> None:
     """``widen_tile``, whose PTX the interpreter cannot run."""
     target[...] = source[...].astype(target.dtype)
+
+
+def _stored(_: Any, place: Any, memory: Any, meet: Any, sinks: Any, scale: Any, outputs: Any) -> None:
+    """``store_tile`` of one query whose heads fill the columns; the interpreter cannot run its PTX."""
+    del sinks, scale
+    meet()
+    desc, config, row, head, _ = place
+    y = memory["sums"][...] / memory["stats"].at[1][...]
+    first = (row * desc.num_kv_heads + head) * (config.columns * desc.value_width)
+    outputs[0].at[pl.ds(first, config.columns * desc.value_width)][...] = y.T.reshape(-1).astype(desc.dtype)
+    meet()
 
 
 _LATENT: dict[str, Any] = dict(width=192, value_width=128, num_heads=12, num_kv_heads=1, scale=0.05, is_latent=True)
@@ -425,6 +440,12 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "runs, window, long splits": (
         dict(window=200, value_width=128, num_slots=520),
         DecodeConfig(8, 64, 64, 3, 2, doubles_at=(100,), runs=True),
+    ),
+    "whole tiles": (dict(num_heads=16), DecodeConfig(8, 64, 64, 2, 3, whole_tiles=True)),
+    "whole tiles, window": (dict(num_heads=16, window=40), DecodeConfig(8, 64, 64, 3, 4, whole_tiles=True)),
+    "e4m3, pages, whole tiles": (
+        dict(num_heads=16, num_slots=320, num_pages=11, is_e4m3=True),
+        DecodeConfig(8, 128, 64, 2, 3, doubles_at=(100,), whole_tiles=True),
     ),
     "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2)),
     "e4m3, runs": (dict(is_e4m3=True), DecodeConfig(8, 64, 64, 3, 3, runs=True)),

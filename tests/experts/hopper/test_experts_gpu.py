@@ -33,10 +33,11 @@ def test_every_scheme(scheme, tokens):
 @pytest.mark.parametrize("tokens", [1, 16, 60, 129, 2048])
 @pytest.mark.parametrize(
     ("scheme", "apart"),
-    [("fp8_block", (16,)), ("fp8_block_ue8m0", (16,)), ("fp8_tensor_static", (16, 2048))],
+    [("fp8_block", (16, 60)), ("fp8_block_ue8m0", (16, 60)), ("fp8_tensor_static", (16, 2048))],
 )
 def test_rows_requantized_apart_or_not(scheme, apart, tokens):
-    """Tiles of 64 columns and large-M ones leave requantization to another launch; 1152 columns: nine groups."""
+    """Tiles of 64 columns and large-M ones leave requantization to another launch; 1152 columns: nine groups. With 60
+    tokens biases take the shared memory that hands over rows of groups."""
     sizes = dict(hidden_size=640, intermediate_size=1152, num_experts=12, top_k=4)
     check(scheme, tokens, has_bias=tokens == 60, **sizes)
     config, _, packed = layer(scheme, has_bias=tokens == 60, **sizes)

@@ -44,7 +44,7 @@ def decode_desc(width: int, value_width: int, dtype: str = "bfloat16", **options
     return dataclasses.replace(desc, **options)
 
 
-def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
+def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig, quantization: str = "none") -> Case:
     caches = (desc.batch, desc.num_kv_heads, desc.num_slots)
     caches = (desc.num_pages, desc.num_kv_heads, PAGE_SLOTS) if desc.num_pages else caches
     columns, stored = config.num_tiles(desc) * config.columns, "float8_e4m3fn" if desc.is_e4m3 else desc.dtype
@@ -57,11 +57,16 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     shapes += [((desc.batch, desc.num_slots // PAGE_SLOTS), "int32")] * (desc.num_pages > 0)
     shapes += [((desc.batch,), "int32")] * 3
     shapes += [(array.shape, "int32") for array in schedule_of(desc, config)]
+    shapes += [((desc.num_heads,), desc.dtype)] * (config.whole_tiles and desc.has_sinks)
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     name = f"{name}, pages" if desc.num_pages else name
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
-    kernel = decode_sm90 if config.swap_ab else latents_sm90
-    return Case(f"decode {form}", kernel(desc, config), tuple(shapes), "HGMMA")
+    if config.whole_tiles:
+        rows = None if quantization == "none" else rows_of(desc, quantization, None)
+        kernel = decode_sm90(desc, config, rows)
+    else:
+        kernel = (decode_sm90 if config.swap_ab else latents_sm90)(desc, config)
+    return Case(f"decode {form}", kernel, tuple(shapes), "HGMMA")
 
 
 def schedule_of(desc: DecodeDesc, config: DecodeConfig) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -81,8 +86,14 @@ def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
     return Case(f"decode combine {form}", combine_sm90(desc, config), tuple(shapes))
 
 
+def in_two_launches(desc: DecodeDesc) -> DecodeConfig:
+    """That ``desc`` has, or would have with longer rows."""
+    config = choose_config(desc, SMS)
+    return dataclasses.replace(config, whole_tiles=False, runs=True) if config.whole_tiles else config
+
+
 def combine_quantized_case(quantization: str, desc: DecodeDesc) -> Case:
-    config, rows = choose_config(desc, SMS), rows_of(desc, quantization, 64)
+    config, rows = in_two_launches(desc), rows_of(desc, quantization, 64)
     assert quantizing_error(desc, config, rows) is None
     plain = combine_case("", desc, config)
     name = f"decode combine {desc.num_kv_heads} x {desc.group} heads, {quantization}{', e4m3' * desc.is_e4m3}"
@@ -139,10 +150,24 @@ def decode_cases() -> Iterator[Case]:
         ("of codes", (128, 128), dict(is_e4m3=True)),
     ):
         desc = decode_desc(*widths, batch=64, **own)
-        config = choose_config(desc, SMS)
+        config = in_two_launches(desc)
         assert config.runs
         yield decode_case(f"runs {name}", desc, config)
         yield combine_case(f"runs {name}", desc, config)
+    # Whole tiles: two CTAs an SM, and the forms that hold most.
+    for name, widths, quantization, own in (
+        ("", (128, 128), "none", {}),
+        ("", (128, 128), "e4m3_group", dict(num_slots=704, num_pages=40)),
+        (" with sinks", (64, 64), "none", dict(has_sinks=True, window=150)),
+        (" of wide heads", (256, 256), "none", {}),
+        (" of 16 query heads", (128, 128), "e4m3_group_ue8m0", dict(num_heads=32, has_sinks=True)),
+        (" of two queries", (64, 64), "none", dict(num_queries=2)),
+        (" of codes", (128, 128), "e4m3_group", dict(is_e4m3=True)),
+    ):
+        desc = decode_desc(*widths, batch=132, **own)
+        config = choose_config(desc, SMS)
+        assert config.whole_tiles
+        yield decode_case(f"whole tiles{name}, {quantization}", desc, config, quantization)
     for name, options in DECODES.items():
         desc = decode_desc(576, 512, num_heads=128, num_kv_heads=1, is_latent=True, **options)
         config = choose_config(desc, SMS, DecodeForm())
