@@ -2,7 +2,7 @@
 
     clear one counter per expert
     for every 128 pairs a warpgroup:   rank[pair] = counter[expert of pair]++          (shared-memory atomics)
-    sum the experts' tiles up:         end[e] = tiles of experts 0 .. e               (log2 E steps)
+    sum the experts' tiles up:         end[e] = tiles of experts 0 .. e               (by shuffles, and the warps' sums)
     for every pair:                    row_of = first row of its expert + rank
     for every tile:                    its expert is the first whose end lies behind it (binary search)
 
@@ -73,7 +73,12 @@ def align_outputs(desc: AlignDesc) -> list[jax.ShapeDtypeStruct]:
 def align_scratch(desc: AlignDesc) -> Scratch:
     """Shared memory of ``align_pairs``, by argument."""
     experts = -(-desc.num_experts // sm90.WARPGROUP) * sm90.WARPGROUP
-    return dict(counts=plgpu.SMEM((experts,), jnp.int32), ends=plgpu.SMEM((experts,), jnp.int32))
+    sums = -(-desc.num_experts // sm90.LANES)
+    return dict(
+        counts=plgpu.SMEM((experts,), jnp.int32),
+        ends=plgpu.SMEM((experts,), jnp.int32),
+        sums=plgpu.SMEM((sums,), jnp.int32),
+    )
 
 
 def _kernel(
@@ -133,12 +138,12 @@ def _rows(
 
 
 def align_pairs(
-    desc: AlignDesc, config: AlignConfig, ids: Ref, offset: Ref | None, *outputs: Ref, counts: Ref, ends: Ref
+    desc: AlignDesc, config: AlignConfig, ids: Ref, offset: Ref | None, *outputs: Ref, **scratch: Ref
 ) -> None:
     """The work of one CTA. ids as of ``align_sm90``, offset: (1,) int32 or None, both in global memory."""
     cta = _Cta(desc, config, ids, offset)
-    cta.take_ranks(counts, outputs[0])
-    cta.finish(outputs[0], None, outputs, counts, ends)
+    cta.take_ranks(scratch["counts"], outputs[0])
+    cta.finish(outputs[0], None, outputs, **scratch)
 
 
 class _Cta:
@@ -193,7 +198,9 @@ class _Cta:
         self.each_pair(take)
         simt.barrier()
 
-    def finish(self, ranks: Ref, before: Ref | None, outputs: tuple[Ref, ...], counts: Ref, ends: Ref) -> None:
+    def finish(
+        self, ranks: Ref, before: Ref | None, outputs: tuple[Ref, ...], counts: Ref, ends: Ref, sums: Ref
+    ) -> None:
         """Write ``OUTPUTS``. counts: pairs of each expert; before: those of them in CTAs before this one, or None."""
         desc, experts = self.desc, self.desc.num_experts
         row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
@@ -205,8 +212,7 @@ class _Cta:
             simt.store(group_sizes, e, size, is_mine)
 
         self.each_expert(to_tiles)
-        simt.barrier()
-        _sum_up(ends, self.thread, self.threads, experts)
+        _sum_up(ends, sums, self.thread, self.threads, experts)
 
         def first_tile(e, mask):
             return simt.load(ends, e, mask, 0) - _tiles(desc, simt.load(counts, e, mask, 0))
@@ -257,23 +263,30 @@ def _tiles(desc: AlignDesc, size: Value) -> Value:
     return lax.div(size + (desc.block_m - 1), jnp.full_like(size, desc.block_m))
 
 
-def _sum_up(values: Ref, thread: Value, threads: int, length: int) -> None:
-    """Inclusive prefix sums of values[:length] in place; length <= 1024, so at most eight elements a thread."""
-    held = range(-(-length // threads))
-    distance = 1
-    while distance < length:
-        sums = []
-        for i in held:
-            index = thread + i * threads
-            is_inside = index < length
-            before = simt.load(values, index - distance, is_inside & (index >= distance), 0)
-            sums.append(simt.load(values, index, is_inside, 0) + before)
-        simt.barrier()
-        for i in held:
-            index = thread + i * threads
-            simt.store(values, index, sums[i], index < length)
-        simt.barrier()
-        distance *= 2
+def _sum_up(values: Ref, sums: Ref, thread: Value, threads: int, length: int) -> None:
+    """Inclusive prefix sums of values[:length] in place, of which a thread has written every threads-th itself. length
+    <= 1024: at most eight elements a thread, and 32 warps of elements, whose ``sums`` a warp adds up at once.
+    """
+    lane, through = thread & (sm90.LANES - 1), []
+    held = [thread + i * threads for i in range(-(-length // threads))]
+    for index in held:
+        total, distance = simt.load(values, index, index < length, 0), 1
+        while distance < sm90.LANES:
+            total = total + jnp.where(lane >= distance, simt.of_lower_lane(total, distance), 0)
+            distance *= 2
+        through.append(total)
+        is_last = (lane == sm90.LANES - 1) | (index == length - 1)
+        simt.store(sums, _warp_of(index), total, is_last & (index < length))
+    simt.barrier()
+    for index, total in zip(held, through, strict=True):
+        is_before = (lane < _warp_of(index)) & (lane < -(-length // sm90.LANES))
+        before = simt.warp_add(simt.load(sums, lane, is_before, 0))
+        simt.store(values, index, total + before, index < length)
+    simt.barrier()
+
+
+def _warp_of(index: Value) -> Value:
+    return lax.shift_right_logical(index, jnp.full_like(index, sm90.LANES.bit_length() - 1))
 
 
 def _first_end_behind(ends: Ref, tile: Value, mask: Value, experts: int) -> Value:

@@ -303,6 +303,22 @@ def of_lane(value: Value, distance: int) -> Value:
     return _by_thread(value, f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;")
 
 
+def of_lower_lane(value: Value, distance: int) -> Value:
+    """The value of the thread ``distance`` lanes below in the same warp; the lowest lanes keep their own."""
+    return _by_thread(value, f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;")
+
+
+def ballot(mask: Value) -> Value:
+    """A word whose bit i is the mask of lane i of the same warp."""
+    text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return _by_thread(_as_int(mask), text)
+
+
+def count_bits(value: Value) -> Value:
+    """How many bits of each thread's word are set."""
+    return _by_thread(value, "popc.b32 $0, $1;")
+
+
 def e4m3_bits(value: Value) -> Value:
     """The byte of each float32 value in e4m3; saturates."""
     text = "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, 0f00000000, $1; cvt.u32.u16 $0, h; }"

@@ -8,12 +8,16 @@ route_tokens, for each token of a warp:
 
 route_and_align, one CTA: route_tokens -> barrier -> align_pairs, which reads the ids just stored
 
+Of a token by itself the warp that routes it writes the rows, too: the tile of an expert is the number of chosen experts
+before it, which the warp counts in ballots of its columns.
+
 The same launch may quantize tokens that stay in place. CTA 0 routes; each further CTA quantizes one token by the
 arithmetic of quantize_and_permute.
 """
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +102,9 @@ def _fused_kernel(
     outputs, quantized = pending[:count], pending[count:]
 
     def route_and_align():
+        if desc.num_tokens == 1:
+            _route_and_align_token(desc, align, (*operands, weights, ids), offset, outputs)
+            return
         route_tokens(desc, config, (*operands, weights, ids), jnp.int32(0))
         simt.barrier()
         align_pairs(align, AlignConfig(config.num_warpgroups), ids, offset, *outputs, **scratch)
@@ -119,37 +126,98 @@ def _fused_kernel(
 
 def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Ref], cta: Scalar) -> None:
     """Route this CTA's tokens. refs: the operands and outputs of ``route_sm90``."""
+    per_round = config.num_warpgroups * WARPS
+    first, step = cta * per_round + _warp_index(), config.num_ctas * per_round
+
+    def one_token(i, _):
+        _route_token(desc, refs, first + i * step)
+        return 0
+
+    lax.fori_loop(0, -(-desc.num_tokens // step), one_token, 0)
+
+
+def _warp_index() -> Value:
+    thread = simt.thread_index()
+    return lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+
+
+def _route_token(desc: RouteDesc, refs: Sequence[Ref], token: Value) -> "_Choice":
+    """Choose the experts of each warp's token, and store them and their weights."""
     pending = list(refs)
     logits = pending.pop(0)
     bias = pending.pop(0) if desc.has_bias else None
     mask = pending.pop(0) if desc.has_mask else None
     weights_out, ids_out = pending
-    thread = simt.thread_index()
-    row = _Row(thread & 31, desc.num_experts)
-    per_round = config.num_warpgroups * WARPS
-    first = cta * per_round + lax.shift_right_logical(thread, jnp.full_like(thread, 5))
-    step = config.num_ctas * per_round
+    row, is_token = _Row(simt.thread_index() & 31, desc.num_experts), token < desc.num_tokens
+    z = row.load(logits, token * desc.num_experts, is_token)
+    for part in range(1, desc.num_parts):  # added in their order
+        own = row.load(logits, (token + part * desc.num_tokens) * desc.num_experts, is_token)
+        z = [a + b for a, b in zip(z, own, strict=True)]
+    shift = None if bias is None else row.load(bias, token * 0, is_token)
+    chosen = _choose(desc, row, z, shift)
+    if mask is not None:
+        chosen = chosen.where(simt.load(mask, token, is_token, 0) != 0)
+    slot = token * desc.top_k + row.lane
+    is_slot = is_token & (row.lane < desc.top_k)
+    simt.store(weights_out, slot, lax.bitcast_convert_type(chosen.weights, jnp.int32), is_slot)
+    simt.store(ids_out, slot, chosen.ids, is_slot)
+    return chosen
 
-    def one_token(i, _):
-        token = first + i * step
-        is_token = token < desc.num_tokens
-        z = row.load(logits, token * desc.num_experts, is_token)
-        for part in range(1, desc.num_parts):  # added in their order
-            own = row.load(logits, (token + part * desc.num_tokens) * desc.num_experts, is_token)
-            z = [a + b for a, b in zip(z, own, strict=True)]
-        shift = None if bias is None else row.load(bias, token * 0, is_token)
-        weights, ids = _choose(desc, row, z, shift)
-        if mask is not None:
-            is_kept = simt.load(mask, token, is_token, 0) != 0
-            weights = jnp.where(is_kept, weights, 0.0)
-            ids = jnp.where(is_kept, ids, -1)
-        slot = token * desc.top_k + row.lane
-        is_slot = is_token & (row.lane < desc.top_k)
-        simt.store(weights_out, slot, lax.bitcast_convert_type(weights, jnp.int32), is_slot)
-        simt.store(ids_out, slot, ids, is_slot)
-        return 0
 
-    lax.fori_loop(0, -(-desc.num_tokens // step), one_token, 0)
+def _route_and_align_token(
+    desc: RouteDesc, align: AlignDesc, refs: Sequence[Ref], offset: Ref | None, outputs: Sequence[Ref]
+) -> None:
+    """A token by itself, by the first warp. outputs: of the alignment; every expert chosen has a tile of one row."""
+    token = _warp_index()
+    chosen = _route_token(desc, refs, token)
+    row, is_first_warp = _Row(simt.thread_index() & 31, desc.num_experts), token == 0
+    first = 0 if offset is None else offset[0]
+    row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
+
+    def is_local(expert: Value) -> Value:
+        return (expert >= first) & (expert < first + align.num_experts)
+
+    # Bit l of word j is column l + 32 j.
+    words = []
+    for column, flag in zip(row.columns, chosen.flags, strict=True):
+        is_own = flag & is_local(column)
+        words.append(simt.ballot(is_own))
+        sizes = jnp.where(is_own, jnp.ones_like(column), 0)
+        simt.store(group_sizes, column - first, sizes, is_first_warp & is_local(column) & (column < desc.num_experts))
+
+    ids, lane = chosen.ids, row.lane
+    below = lax.shift_left(jnp.ones_like(ids), ids & 31) - 1
+    count = before = simt.constant(0)
+    for j, word in enumerate(words):
+        part = ids - 32 * j  # of the columns of a word those below the expert count
+        count = count + simt.count_bits(word)
+        before = before + simt.count_bits(jnp.where(part >= 32, word, jnp.where(part >= 0, word & below, 0)))
+    is_slot = is_first_warp & (lane < desc.top_k)
+    is_own = is_slot & (ids >= 0) & is_local(ids)
+    simt.store(row_of, lane, jnp.where(is_own, before * align.block_m, -1), is_slot)
+    is_tile = is_first_warp & (lane < align.num_tiles)
+    simt.store(tile_expert, before, ids - first, is_own)
+    simt.store(tile_expert, lane, simt.constant(-1), is_tile & (lane >= count))
+    simt.store(tile_rows, lane, jnp.where(lane < count, jnp.ones_like(lane), 0), is_tile)
+    simt.store(num_tiles, lane, count, is_first_warp & (lane == 0))
+
+
+class _Choice(NamedTuple):
+    """What a warp has chosen for its token.
+
+    Args:
+        weights, ids: slot j in thread j, weight 0 in the threads past top_k.
+        flags: which of a thread's columns are among them.
+    """
+
+    weights: Value
+    ids: Value
+    flags: list[Value]
+
+    def where(self, is_kept: Value) -> "_Choice":
+        """Nothing else."""
+        flags = [flag & is_kept for flag in self.flags]
+        return _Choice(jnp.where(is_kept, self.weights, 0.0), jnp.where(is_kept, self.ids, -1), flags)
 
 
 class _Row:
@@ -205,8 +273,7 @@ def _flip(bits: Value) -> Value:
     return bits ^ (lax.shift_right_arithmetic(bits, jnp.full_like(bits, 31)) & 0x7FFFFFFF)
 
 
-def _choose(desc: RouteDesc, row: _Row, z: list[Value], bias: list[Value] | None) -> tuple[Value, Value]:
-    """Weights and ids of a token: slot j in thread j of its warp, weight 0 in the threads past top_k."""
+def _choose(desc: RouteDesc, row: _Row, z: list[Value], bias: list[Value] | None) -> _Choice:
     is_valid: Value | bool = True
     largest: Value | float = 0.0
     score: list[Value] = []
@@ -241,14 +308,15 @@ def _choose(desc: RouteDesc, row: _Row, z: list[Value], bias: list[Value] | None
 
     nothing = simt.constant(0)
     empty = (keys, lax.bitcast_convert_type(nothing, jnp.float32), nothing)
-    _, weights, ids = lax.fori_loop(0, desc.top_k, one_slot, empty)
+    left, weights, ids = lax.fori_loop(0, desc.top_k, one_slot, empty)
     if desc.chooses_by_logit:
         weights = jnp.where(is_valid & (row.lane < desc.top_k), jnp.exp(weights - largest), 0.0)
     if desc.renormalize:
         weights = weights * (desc.scale / jnp.maximum(simt.warp_sum(weights), desc.floor))
     elif desc.scale != 1.0:
         weights = weights * desc.scale
-    return weights, ids
+    flags = [(after == _TAKEN) & (before != _TAKEN) for after, before in zip(left, keys, strict=True)]
+    return _Choice(weights, ids, flags)
 
 
 def _in_best_groups(desc: RouteDesc, row: _Row, keys: list[Value]) -> list[Value]:

@@ -199,11 +199,11 @@ def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_ctas, are_wide, of
 
     with jax.disable_jit():
         if num_ctas == 1:
-            launch(kernel_sm90._align, *operands, *outputs, names=("counts", "ends"))
+            launch(kernel_sm90._align, *operands, *outputs, names=("counts", "ends", "sums"))
         else:
             between = [Memory(ids.size), Memory(num_ctas * 131)]
             launch(kernel_sm90._ranks, *operands, *between, names=("counts",))
-            launch(kernel_sm90._rows, *between, *operands, *outputs, names=("counts", "ends", "before"))
+            launch(kernel_sm90._rows, *between, *operands, *outputs, names=("counts", "ends", "sums", "before"))
     assert all(out.is_written.all() for out in outputs)
     local = ids - (offset or 0)
     found = TileMap(**{name: out.values for name, out in zip(OUTPUTS, outputs, strict=True)})

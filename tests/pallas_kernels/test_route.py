@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.align.api import describe
+from pallas_kernels.align.config import OUTPUTS
+from pallas_kernels.align.kernel_sm90 import align_outputs
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import RouteConfig, RouteDesc, config_error, kernel_sm90, route, route_and_align
 from tests.support.kernels.in_lockstep import Memory, simt_of
@@ -178,7 +181,10 @@ def test_parts_in_lockstep(monkeypatch):
     rng, desc = np.random.default_rng(0), RouteDesc(5, 40, 3, "float32", "softmax", True, num_parts=3)
     parts = rng.standard_normal((3, 5, 40)).astype(np.float32)
     seen = []
-    monkeypatch.setattr(kernel_sm90, "_choose", lambda desc, row, z, shift: (seen.append(z), (z[0], row.lane))[1])
+    choice = kernel_sm90._Choice
+    monkeypatch.setattr(
+        kernel_sm90, "_choose", lambda desc, row, z, shift: (seen.append(z), choice(z[0], row.lane, []))[1]
+    )
     monkeypatch.setattr(kernel_sm90, "simt", simt_of(128))
     weights, ids = Memory(15), Memory(15)
     with jax.disable_jit():
@@ -188,6 +194,46 @@ def test_parts_in_lockstep(monkeypatch):
     found = np.stack([np.stack(z, -1).reshape(4, 32, 2).swapaxes(1, 2).reshape(4, 64) for z in seen]).reshape(-1, 64)
     np.testing.assert_allclose(found[:5, :40], parts.sum(0), rtol=1e-6, atol=1e-6)
     assert np.all(found[:, 40:] == -np.inf) and np.all(found[5:] == -np.inf)
+
+
+@pytest.mark.parametrize("quarter", [None, 0, 2])
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.sample(3)
+def test_one_token_in_lockstep(monkeypatch, name, quarter):
+    """Routed and aligned by a warp, masked or not: what the references make of it. quarter: of the experts, that get
+    rows; some of these have no expert of the token."""
+    z, top_k, bias, _, options = make(name, 1, seed=3)
+    num_experts = z.shape[1]
+    num_local, offset = (num_experts, None) if quarter is None else (num_experts // 4, quarter * num_experts // 4)
+    monkeypatch.setattr(kernel_sm90, "simt", simt_of(128))
+    monkeypatch.setattr(kernel_sm90.mosaic, "begin", lambda: None)
+    for block_m, mask in ((1, None), (16, None), (1, np.array([True])), (1, np.array([False]))):
+        arrays = jax.tree.map(jnp.asarray, dict(bias=bias, token_mask=mask))
+        at = {} if offset is None else dict(num_local_experts=num_local, group_offset=offset)
+        want = route_and_align(z, top_k, block_m, **arrays, **at, **options, implementation="reference")
+        desc = RouteDesc(
+            num_tokens=1,
+            num_experts=num_experts,
+            top_k=top_k,
+            dtype="float32",
+            **(dict(scoring="softmax", renormalize=True) | options),
+            has_bias=bias is not None,
+            has_mask=mask is not None,
+        )
+        tiles = describe(1, top_k, num_local, block_m, has_offset=offset is not None, unpermuted=block_m == 1)
+        logits = Memory(num_experts, np.asarray(z, np.float32).reshape(-1).view(np.int32))
+        refs = [logits, *([] if bias is None else [Memory(num_experts, bias.view(np.int32))])]
+        refs += [] if mask is None else [Memory(1, mask.astype(np.int32))]
+        refs += [] if offset is None else [Memory(1, [offset])]
+        weights, ids = Memory(top_k), Memory(top_k)
+        outputs = [Memory(out.shape[0]) for out in align_outputs(tiles)]
+        with jax.disable_jit():
+            kernel_sm90._fused_kernel(desc, RouteConfig(1, 1), tiles, None, *refs, weights, ids, *outputs)
+        assert all(out.is_written.all() for out in (weights, ids, *outputs))
+        np.testing.assert_array_equal(ids.values, want.ids[0])
+        np.testing.assert_allclose(weights.values.view(np.float32), want.weights[0], rtol=1e-5)
+        for field, out in zip(OUTPUTS, outputs, strict=True):
+            np.testing.assert_array_equal(out.values, np.asarray(getattr(want.tiles, field)).reshape(-1), field)
 
 
 def test_wrong_calls():

@@ -70,10 +70,26 @@ def simt_of(threads: int) -> Any:
         load_floats=lambda ref, index, mask, n: tuple(_load_float(ref, index + i, mask, 0.0) for i in range(n)),
         store_words=_store_halves,
         warp_max=lambda value: jnp.repeat(value.reshape(-1, 32).max(axis=1), 32),
+        warp_min=lambda value: jnp.repeat(value.reshape(-1, 32).min(axis=1), 32),
+        warp_add=lambda value: jnp.repeat(value.reshape(-1, 32).sum(axis=1), 32),
+        warp_sum=lambda value: jnp.repeat(value.reshape(-1, 32).sum(axis=1), 32),
         of_lane=lambda value, distance: value[jnp.arange(threads) ^ distance],
+        of_lower_lane=_of_lower_lane,
+        ballot=_ballot,
+        count_bits=lambda value: lax.population_count(value.view(jnp.uint32)).astype(jnp.int32),
         e4m3_bits=lambda value: jnp.clip(value, -448, 448).astype(jnp.float8_e4m3fn).view(jnp.uint8).astype(jnp.int32),
         rounded=lambda value: jnp.rint(value).astype(jnp.int32),
     )
+
+
+def _of_lower_lane(value: Any, distance: int) -> Any:
+    by_warp = np.asarray(value).reshape(-1, 32)
+    return jnp.asarray(np.concatenate([by_warp[:, :distance], by_warp[:, :-distance]], axis=1).reshape(-1))
+
+
+def _ballot(mask: Any) -> Any:
+    bits = np.asarray(mask).reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+    return jnp.asarray(np.repeat(bits.sum(axis=1).astype(np.uint32).view(np.int32), 32))
 
 
 def _store_halves(ref: Memory, index: Any, words: Any, mask: Any) -> None:
