@@ -36,13 +36,13 @@ SMS = 132
 AT_ONCE = 8  # processes
 CALLS = 5
 CACHES_BYTES = 150e6  # of all layers: more than an L2 holds
-IN_RUNS, WITHOUT_RUNS, BY_XLA = "runs", "without runs", "XLA"
-Way = DecodeForm | str | None  # a form, the default in two launches, with runs or without, by XLA, or the default
+WHOLE_TILES, IN_RUNS, WITHOUT_RUNS, BY_XLA = "whole tiles", "runs", "without runs", "XLA"
+Way = DecodeForm | str | None  # a form, the default's with whole tiles, runs or neither, by XLA, or the default
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A call. length: of all rows, or with is_ragged the most that one has."""
+    """A call. length: of all rows, with is_ragged the most that one has, with others of the first row alone."""
 
     name: str
     batch: int
@@ -55,6 +55,7 @@ class Cell:
     window: int | None = None
     has_sinks: bool = False
     is_ragged: bool = False
+    others: int | None = None
 
     @property
     def is_latent(self) -> bool:
@@ -82,12 +83,16 @@ CELLS: list[tuple[Cell, tuple[Way, ...]]] = [
     *[(_of("qwen3", batch, 8192, QWEN), (None, ONE, TWO, LONG, BY_XLA)) for batch in (1, 16, 64)],
     (_of("qwen3", 1, 32768, QWEN), (None, ONE, TWO, BY_XLA)),
     *[
-        (_of("runs qwen3", *sizes, QWEN), (None, IN_RUNS, WITHOUT_RUNS, ONE_SPLIT))
+        (_of("runs qwen3", *sizes, QWEN), (WHOLE_TILES, IN_RUNS, WITHOUT_RUNS, ONE_SPLIT))
         for sizes in ((64, 1024), (128, 1024), (256, 1024), (64, 8192))
     ],
     *[
-        (_of("runs ragged qwen3", *sizes, QWEN, is_ragged=True), (None, IN_RUNS, WITHOUT_RUNS))
-        for sizes in ((64, 1024), (64, 2040), (256, 1024), (64, 8192))
+        (_of("runs ragged qwen3", *sizes, QWEN, is_ragged=True), (WHOLE_TILES, IN_RUNS, WITHOUT_RUNS))
+        for sizes in ((64, 1024), (64, 2040), (64, 4096), (256, 1024), (64, 8192))
+    ],
+    *[
+        (_of("one long qwen3", 64, tokens, QWEN, others=128), (WHOLE_TILES, IN_RUNS, WITHOUT_RUNS))
+        for tokens in (1024, 2040, 4096, 8192)
     ],
     (_of("gpt-oss sinks", 64, 1024, GPT, has_sinks=True), (None, IN_RUNS, WITHOUT_RUNS, ONE, TWO, BY_XLA)),
     *[
@@ -133,6 +138,8 @@ def measure(cell: Cell, ways: tuple[Way, ...], lock: str) -> None:
 
     row_bytes = 2 * cell.kv_heads * (cell.width + (0 if cell.is_latent else cell.value_width))
     counts = np.full(cell.batch, cell.length, np.int32)
+    if cell.others is not None:
+        counts[1:] = cell.others
     if cell.is_ragged:
         counts = np.random.default_rng(0).integers(1, cell.length + 1, cell.batch, np.int32)
     seen = int(np.minimum(counts, cell.window or cell.length).sum())
@@ -184,7 +191,8 @@ def _hopper(form: Way, cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> An
     from pallas_kernels.decode_attention import decode_attention
 
     if isinstance(form, str):
-        config = dataclasses.replace(choose_config(cell.desc, SMS), runs=form == IN_RUNS, whole_tiles=False)
+        config = choose_config(cell.desc, SMS)
+        config = dataclasses.replace(config, runs=form == IN_RUNS, whole_tiles=form == WHOLE_TILES)
     else:
         config = choose_config(cell.desc, SMS, form)
     options: dict[str, Any] = dict(scale=cell.width**-0.5, window=cell.window, sinks=sinks, config=config)
