@@ -89,7 +89,7 @@ def decode_attention(
 
     def hopper():
         sms = hopper_sms()
-        chosen = config or choose_config(desc, sms, rows=rows_out)
+        chosen = config or choose_config(desc, sms)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
         if rows_out is not None and (reason := quantizing_error(desc, chosen, rows_out)):
@@ -107,26 +107,36 @@ def decode_attention(
         of_sinks = () if sinks is None else (sinks,)
         schedule = make_schedule(desc, chosen, *rows) if chosen.runs else ()
         operands = (queries_in_columns(desc, chosen, q), k, *(() if v is None else (v,)), *stacked, *pages, *rows)
-        if chosen.whole_tiles:
-            outputs = decode_sm90(desc, chosen, rows_out)(*operands, *of_sinks)
+        # A row's one scale is of several whole tiles, so that it takes a launch behind them.
+        quantized_apart = chosen.whole_tiles and rows_out is not None and not rows_out.is_grouped
+        made = None if quantized_apart else rows_out
+        if not chosen.swap_ab:
+            found = latents_sm90(desc, chosen)(*operands)
+        elif chosen.whole_tiles:
+            found = decode_sm90(desc, chosen, made)(*operands, *of_sinks)
         else:
-            kernel = (decode_sm90 if chosen.swap_ab else latents_sm90)(desc, chosen)
-            flat = [array.reshape(-1) for array in kernel(*operands, *schedule)]
-            combine = combine_sm90(desc, chosen) if rows_out is None else combine_quantized_sm90(desc, chosen, rows_out)
-            outputs = combine(*flat, *rows, *schedule[:1], *stacked, *of_sinks)
-        if rows_out is None:
-            (y,) = jax.tree.leaves(outputs)
-            return y.reshape(*q.shape[:3], desc.value_width)
-        codes, own_scales = outputs
-        return codes.reshape(rows_out.num_tokens, -1), own_scales.reshape(rows_out.scale_shape)
+            found = decode_sm90(desc, chosen)(*operands, *schedule)
+        if not chosen.whole_tiles:
+            parts = (array.reshape(-1) for array in found)
+            combine = combine_sm90(desc, chosen) if made is None else combine_quantized_sm90(desc, chosen, made)
+            found = combine(*parts, *rows, *schedule[:1], *stacked, *of_sinks)
+        if made is not None:
+            codes, own_scales = found
+            return codes.reshape(made.num_tokens, -1), own_scales.reshape(made.scale_shape)
+        (y,) = jax.tree.leaves(found)
+        y = y.reshape(*q.shape[:3], desc.value_width)
+        return quantized(y, "hopper") if quantized_apart else y
 
     def reference():
         keys, of_keys = (a if page_table is None else rows_of_pages(a, page_table) for a in (k, values))
         y = decode_attention_ref(desc, q, keys, of_keys, starts, lengths, first_slots, sinks, scales)
-        if rows_out is None:
-            return y
-        options: Any = dict(quantization=quantization, scale_rows=scale_rows, implementation="reference")
-        return quantize_and_permute(y.reshape(rows_out.num_tokens, -1), **options)
+        return y if rows_out is None else quantized(y, "reference")
+
+    def quantized(y: jax.Array, implementation: str) -> Any:
+        rows = y.reshape(desc.batch * desc.num_queries, -1)
+        return quantize_and_permute(
+            rows, quantization=quantization, scale_rows=scale_rows, implementation=implementation
+        )
 
     return first_that_runs("decode_attention", dict(hopper=hopper, reference=reference), implementation)
 

@@ -3,7 +3,8 @@
 import dataclasses
 
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, WARPS, smem_bytes
-from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteConfig, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import config_error as permute_error
 
 DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
@@ -75,6 +76,7 @@ class DecodeConfig:
         joins_rest: slots behind the last whole split, if they are fewer than half of one, belong to it.
         runs: a CTA takes several splits of a tile, one after the other, and adds them up itself (schedule.py).
         whole_tiles: a CTA takes all splits of a tile, adds them up, and makes the outputs; there is no second launch.
+            Where queries are rows, tiles have one split.
         block_kv: slots of one step, a divisor of split.
         num_stages: stages of keys and values in shared memory, as they are in the cache, of ``stage_slots`` each.
         num_ctas: persistent CTAs, one or two an SM.
@@ -131,7 +133,7 @@ def shared_bytes(desc: DecodeDesc, config: DecodeConfig) -> int:
         ((config.num_stages, block, both), stored),
         ((WIDE_STAGES if desc.is_e4m3 else 0, block, both), desc.dtype),
         ((columns, config.block_kv), desc.dtype),
-        ((desc.value_width + 2 + WARPS if config.adds_up else 0, columns), "float32"),
+        ((desc.value_width + 2 + WARPS if config.adds_up and config.swap_ab else 0, columns), "float32"),
     ]
     barriers = _BARRIERS if config.swap_ab else _BARRIERS_OF_ROWS
     return sum(smem_bytes(shape, dtype) for shape, dtype in shapes) + barriers
@@ -165,10 +167,14 @@ def config_error(desc: DecodeDesc, config: DecodeConfig) -> str | None:
     if config.swap_ab and is_wide:
         widths = f"width={desc.width}, value_width={desc.value_width}"
         return f"{widths}, block_kv={config.block_kv}, columns={config.columns}: too many registers"
-    if config.adds_up and not (config.swap_ab and _has_room_for_sums(desc, config)):
+    if config.whole_tiles and not config.swap_ab:
+        if config.num_splits(desc) > 1 or desc.columns % config.columns or desc.num_kv_heads > 1 or desc.has_sinks:
+            of_rows = f"{config.num_splits(desc)} splits, {desc.columns} columns of {desc.num_kv_heads} key heads"
+            return f"whole tiles, swap_ab=False, {of_rows}: one split, whole tiles of one key head, no sinks"
+    elif config.adds_up and not (config.swap_ab and _has_room_for_sums(desc, config)):
         values = f"columns={config.columns}, value_width={desc.value_width}"
         return f"splits added up by a CTA with {values}: at most {_MAX_SUMS} sums of a tile, and no latents"
-    if config.adds_up and (config.joins_rest or config.runs == config.whole_tiles):
+    if config.adds_up and (config.joins_rest and config.swap_ab or config.runs == config.whole_tiles):
         return f"{config}: runs or whole tiles, without joins_rest"
     if config.whole_tiles and WARPGROUP % config.columns:
         return f"whole tiles with columns={config.columns}: a divisor of {WARPGROUP}"
@@ -188,13 +194,14 @@ def values_a_thread(desc: DecodeDesc, config: DecodeConfig) -> int:
 
 
 def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) -> str | None:
-    """Why the launch that adds up the splits cannot quantize its outputs as ``rows`` says, or None when it can."""
+    """Why outputs cannot be quantized as ``rows`` says, by the launch that adds up the splits or behind it, or None
+    when they can."""
     if rows.quantization not in WITH_SCALES:
         return f"quantization {rows.quantization!r}; one of {', '.join(WITH_SCALES)}"
     if not config.swap_ab:
         return "swap_ab=False: outputs are quantized with keys as rows"
-    if config.whole_tiles and not rows.is_grouped:
-        return f"whole tiles with {rows.quantization}: a row, which has one scale, has several tiles"
+    if config.whole_tiles and not rows.is_grouped:  # by a launch of its own
+        return permute_error(rows, PermuteConfig(1))
     if desc.num_queries > 1 or config.num_tiles(desc) > 1 or config.columns not in (8, 16, 32):
         return (
             f"{desc.num_queries} queries, columns={config.columns}: one query, whose heads are one tile of 8, 16 or 32"
@@ -231,20 +238,19 @@ MANY_ROWS = 16
 ONE_ROUND, TWO_ROUNDS = range(128, 133), 256  # tiles
 
 
-def choose_config(
-    desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None, rows: PermuteDesc | None = None
-) -> DecodeConfig:
+def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None) -> DecodeConfig:
     """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
 
-    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW. rows:
-    how the outputs are quantized, None for not at all.
+    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW.
     """
     if form is None:
         form = _latents_form(desc) if desc.is_latent else FEW
     if not form.swap_ab:
         config = DecodeConfig(64, form.split, 64, 2, num_sms, False, form.doubles_at, form.joins_rest)
-        if config_error(desc, config) is None:
-            return config
+        whole = dataclasses.replace(config, num_ctas=min(num_sms, config.all_tiles(desc)), whole_tiles=True)
+        for one in (whole, config):
+            if config_error(desc, one) is None:
+                return one
         form = FEW
     columns = min(-(-desc.columns // 8) * 8, 32 if desc.value_width <= 192 else 24 if desc.value_width <= 256 else 8)
     fits = desc.width + desc.value_width <= 256 and 128 * desc.width * columns <= MAX_SCORES
@@ -259,8 +265,7 @@ def choose_config(
     config = dataclasses.replace(config, num_ctas=num_ctas, runs=runs)
     whole = dataclasses.replace(config, num_ctas=min(num_ctas, config.all_tiles(desc)), runs=False, whole_tiles=True)
     whole = _with_stages(desc, whole, ctas_per_sm)
-    can_be_whole = config_error(desc, whole) is None and (rows is None or quantizing_error(desc, whole, rows) is None)
-    if can_be_whole and _are_tiles_even(desc, config, num_sms * ctas_per_sm):
+    if config_error(desc, whole) is None and _are_tiles_even(desc, config, num_sms * ctas_per_sm):
         return whole
     return _with_stages(desc, config, ctas_per_sm)
 

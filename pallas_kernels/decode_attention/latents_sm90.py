@@ -13,7 +13,8 @@ weights over in shared memory: it is at the next step while those two multiply.
                  after the last step: m, l
     consumers    for each item, for each step
                      O = O shrink + P K[:, own half]
-                 after the last step: O -> partial sums of the item, which a second launch adds
+                 after the last step: O -> partial sums of the item, which a second launch adds; or where tiles
+                     have one split O / l, for which the scorer hands l over as it does shrink
 
 Slots outside of those in use may hold anything: scores are masked, and values are overwritten by zeros.
 """
@@ -43,7 +44,8 @@ WEIGHTS_EMPTY = 0  # behind those of empty stages
 
 
 def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
-    """The kernel: (q, k, starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split).
+    """The kernel: (q, k, starts, lengths, first_slots) -> (sums, tops, totals) of each (tile, split); with
+    config.whole_tiles the outputs, [(B, S * N, V)].
 
     config must pass config_error, with swap_ab=False. q (B, M, T * 64, D) for T tiles of 64 queries, k (B, M, L, D);
     starts, lengths, first_slots (B,) int32. sums (B * M * T * splits, 64, V) float32, tops and totals
@@ -53,9 +55,12 @@ def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     tiled = mosaic.tiled(dtype, 128)
     items = config.all_tiles(desc) * config.num_splits(desc)
     stats = jax.ShapeDtypeStruct((items, queries), jnp.float32)
+    out_type = [jax.ShapeDtypeStruct((items, queries, desc.value_width), jnp.float32), stats, stats]
+    if config.whole_tiles:
+        out_type = [jax.ShapeDtypeStruct((desc.batch, desc.columns, desc.value_width), dtype)]
     return plgpu.kernel(
         functools.partial(_kernel, desc, config),
-        out_type=(jax.ShapeDtypeStruct((items, queries, desc.value_width), jnp.float32), stats, stats),
+        out_type=out_type,
         grid=(config.num_ctas,),
         grid_names=("block",),
         num_threads=4,
@@ -88,9 +93,9 @@ def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: T
     @pl.when(warpgroup == SCORER)
     def _():
         plgpu.set_max_registers(REGISTERS[1], action="increase")
-        steps = work.for_each(functools.partial(_score, desc, config, scratch, outputs))[1]
+        items, steps = work.for_each(functools.partial(_score, desc, config, scratch, outputs))
 
-        @pl.when(steps >= 1)
+        @pl.when((items if config.whole_tiles else steps) >= 1)
         def _():
             plgpu.barrier_wait(scratch["empty"].at[config.num_stages + WEIGHTS_EMPTY])
 
@@ -149,11 +154,16 @@ def _score(
     steps: Scalar,
 ) -> None:
     """One item of the scorer."""
-    del items
     shape, stages = (config.columns, config.block_kv), config.num_stages
     factor = jnp.float32(desc.scale * LOG2_E)
     begin, end = seen(desc, item.start, item.length, item.slot)
     plgpu.barrier_wait(scratch["full"].at[stages + Q_FULL])
+
+    def await_consumers(before):
+        """They have what was handed over last. before: steps before this one."""
+        have_something = (before >= 1) | (items >= 1) if config.whole_tiles else before >= 1
+        wait = functools.partial(plgpu.barrier_wait, scratch["empty"].at[stages + WEIGHTS_EMPTY])
+        pl.when(have_something)(wait)
 
     def one_step(i, carry):
         top, total = carry
@@ -175,10 +185,7 @@ def _score(
         def _():
             clear_rows(latents, begin - first, end - first)
 
-        @pl.when(steps + i >= 1)
-        def _():
-            plgpu.barrier_wait(scratch["empty"].at[stages + WEIGHTS_EMPTY])
-
+        await_consumers(steps + i)
         scratch["weights"][...] = weights.astype(desc.dtype)
         scratch["shrink"][...] = shrink
         plgpu.commit_smem()
@@ -189,6 +196,12 @@ def _score(
     total = plgpu.layout_cast(jnp.zeros((config.columns,), jnp.float32), mosaic.ROWS)
     top, total = lax.fori_loop(0, item.num_steps, one_step, (top, total))
     plgpu.barrier_arrive(scratch["full"].at[stages + Q_EMPTY])
+    if config.whole_tiles:
+        await_consumers(steps + item.num_steps)
+        scratch["shrink"][...] = total
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["full"].at[stages + WEIGHTS_FULL])
+        return
     outputs[1].at[item.index][...] = top
     outputs[2].at[item.index][...] = total
 
@@ -229,6 +242,17 @@ def _consume(
         return [_loaded(out) for out in outs]
 
     parts = pl.run_scoped(attend, *[mosaic.Accumulator((config.columns, size), jnp.float32)] * len(columns))
+    if config.whole_tiles:
+        plgpu.barrier_wait(scratch["full"].at[stages + WEIGHTS_FULL])
+        total = mosaic.load(scratch["shrink"], layout=mosaic.ROWS, optimized=False)
+        plgpu.barrier_arrive(scratch["empty"].at[stages + WEIGHTS_EMPTY])
+        out = outputs[0].at[item.row, pl.ds(item.column, config.columns)]
+        for part, first in zip(parts, columns, strict=True):
+            divisor = lax.broadcast_in_dim(total, part.shape, [0])
+            mean = jnp.where(divisor == 0, 0.0, part / divisor).astype(desc.dtype)
+            for start in range(0, size, 64):  # few addresses at once
+                out.at[:, pl.ds(pl.multiple_of(first + start, 64), 64)][...] = mean[:, start : start + 64]
+        return
     for part, first in zip(parts, columns, strict=True):
         for start in range(0, size, 64):  # few addresses at once
             place = pl.ds(pl.multiple_of(first + start, 64), 64)

@@ -313,20 +313,26 @@ def test_second_launch_lowers_for_cuda(dtype, is_e4m3):
     assert combine_case("sinks", desc, choose_config(desc, SMS)).launches() == 1
 
 
+@pytest.mark.parametrize("is_whole", [False, True])
 @pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=70)], ids=["one query", "three queries, window"])
-def test_latents_in_threads(monkeypatch, options):
-    """The body of the kernel whose rows are queries, by a thread for each warpgroup, and its sums added up here."""
+def test_latents_in_threads(monkeypatch, options, is_whole):
+    """The body of the kernel whose rows are queries, by a thread for each warpgroup, and its sums added up here; of
+    whole tiles the outputs."""
     desc = decode_desc(192, 128, "float32", batch=4, num_slots=264, num_heads=40, num_kv_heads=1, is_latent=True)
-    desc = dataclasses.replace(desc, **options)
+    desc = dataclasses.replace(desc, **options, **(dict(num_heads=64) if is_whole else {}))
     config = DecodeConfig(64, 128, 64, 2, 3, swap_ab=False, doubles_at=(50, 200))
+    if is_whole:
+        config = DecodeConfig(64, 256, 64, 2, 3, swap_ab=False, joins_rest=True, whole_tiles=True)
+        assert config_error(dataclasses.replace(desc, dtype="bfloat16"), config) is None
     (q, k, _), named, _, _ = make(desc, ((0, 264, 261), (70, 250, 247), (3, 40, 39), (5, 5, 0)))
     for module in (latents_sm90, items_sm90):
         for name, stand_in in warpgroups.stand_ins().items():
             monkeypatch.setattr(module, name, stand_in, raising=False)
     monkeypatch.setattr(latents_sm90, "clear_rows", warpgroups.clear_rows)
     items = config.all_tiles(desc) * config.num_splits(desc)
-    shapes = (items, 64, 128), (items, 64), (items, 64)
-    sums, tops, totals = outputs = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    shapes = [(items, 64, 128), (items, 64), (items, 64)]
+    shapes = [(desc.batch, desc.columns, 128)] if is_whole else shapes
+    outputs = [np.full(shape, np.nan, np.float32) for shape in shapes]
     queries = np.array(queries_in_columns(desc, config, jnp.asarray(q)))
 
     def scratch():
@@ -338,9 +344,10 @@ def test_latents_in_threads(monkeypatch, options):
     warpgroups.run(functools.partial(latents_sm90._kernel, desc, config, *refs), config.num_ctas, 4, scratch)
     monkeypatch.undo()
     expected = run(desc, (q, k, k[..., :128]), named, None, "reference")
-    by_tile = [
-        array.reshape(desc.batch, config.num_tiles(desc), -1, *array.shape[1:]) for array in (sums, tops, totals)
-    ]
+    if is_whole:
+        np.testing.assert_allclose(outputs[0].reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
+        return
+    by_tile = [array.reshape(desc.batch, config.num_tiles(desc), -1, *array.shape[1:]) for array in outputs]
     for row in range(desc.batch):
         sums, tops, totals = (array[row].astype(np.float64) for array in by_tile)
         written = ~np.isnan(totals)
@@ -479,7 +486,7 @@ def test_who_has_whole_tiles():
     def is_whole(quantization="none", **options):
         desc = decode_desc(128, 128, **(dict(batch=64, num_slots=1032, num_heads=32, num_kv_heads=4) | options))
         rows = None if quantization == "none" else rows_of(desc, quantization, None)
-        config = choose_config(desc, SMS, rows=rows)
+        config = choose_config(desc, SMS)
         assert config_error(desc, config) is None and not (config.whole_tiles and config.runs)
         assert rows is None or quantizing_error(desc, config, rows) is None
         return config.whole_tiles
@@ -487,10 +494,17 @@ def test_who_has_whole_tiles():
     assert is_whole() and is_whole(batch=256) and is_whole(is_e4m3=True) and is_whole(num_slots=2048)
     assert not is_whole(batch=96) and not is_whole(batch=16) and not is_whole(num_slots=2056)
     assert is_whole(batch=1, num_slots=256) and is_whole(batch=1, num_slots=8200, window=128)
-    assert is_whole("e4m3_group") and is_whole("e4m3_group_ue8m0") and not is_whole("e4m3_row")
+    assert is_whole("e4m3_group") and is_whole("e4m3_group_ue8m0") and is_whole("e4m3_row")
     assert is_whole(num_queries=2) and not is_whole(num_queries=3)  # of 24 columns
-    desc = decode_desc(576, 512, batch=8, num_heads=128, num_kv_heads=1, num_slots=64, is_latent=True)
-    assert not choose_config(desc, SMS).whole_tiles
+
+    def latents(**options):
+        sizes = dict(batch=64, num_slots=1032, num_heads=128, num_kv_heads=1, is_latent=True)
+        config = choose_config(decode_desc(576, 512, **(sizes | options)), SMS)
+        return config.whole_tiles, config.swap_ab
+
+    assert latents() == latents(num_queries=2) == (True, False)
+    assert latents(batch=8, num_slots=64) == (False, True)  # keys are rows, which has no room for sums
+    assert latents(num_slots=1536) == latents(has_sinks=True) == (False, False)  # two splits, sinks
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=900)], ids=["one query", "three queries, window"])
@@ -817,7 +831,7 @@ def test_runs_gpu(is_e4m3, name, quantization):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantization", ["none", "e4m3_group", "e4m3_group_ue8m0"])
+@pytest.mark.parametrize("quantization", ["none", "e4m3_group", "e4m3_group_ue8m0", "int8_row"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -837,10 +851,9 @@ def test_whole_tiles_gpu(options, quantization):
     places = [(length // 9, length, max(length - 1, 0)) for length in [1032, 0, *lengths[2:]]]
     sizes: Any = dict(batch=66, num_slots=1032, num_heads=32, num_kv_heads=4)
     desc = decode_desc(128, 128, **(sizes | options))
-    rows = None if quantization == "none" else rows_of(desc, quantization, None)
-    if rows is not None and desc.num_queries > 1:
+    if quantization != "none" and desc.num_queries > 1:
         pytest.skip("outputs of several queries are not quantized")
-    config = choose_config(desc, SMS, rows=rows)
+    config = choose_config(desc, SMS)
     assert config.whole_tiles
     (q, k, v), named, sinks, _ = make(desc, places)
     kind: Any = dict(quantization=quantization)
@@ -917,3 +930,19 @@ def test_latents_gpu(options, split):
     few = dataclasses.replace(config, num_ctas=6)  # with several items each
     again = run(desc, (q, k, None), named, sinks, "hopper", few, value_width=512)
     np.testing.assert_array_equal(again, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, dict(num_queries=2, window=300)], ids=["one query", "two queries, window"])
+def test_whole_tiles_of_latents_gpu(options):
+    """64 rows of any lengths: the bits of two launches."""
+    lengths = np.random.default_rng(0).integers(0, 1033, 64)
+    places = [(length // 9, length, max(length - 2, 0)) for length in [1032, 0, *lengths[2:]]]
+    sizes: Any = dict(batch=64, num_slots=1032, num_heads=128, num_kv_heads=1, is_latent=True)
+    desc = decode_desc(576, 512, **sizes, **options)
+    (q, k, _), named, _, _ = make(desc, places)
+    config = choose_config(desc, SMS)
+    assert config.whole_tiles and not config.swap_ab
+    found = run(desc, (q, k, None), named, None, "hopper", config, value_width=512)
+    apart = dataclasses.replace(config, whole_tiles=False)
+    np.testing.assert_array_equal(found, run(desc, (q, k, None), named, None, "hopper", apart, value_width=512))

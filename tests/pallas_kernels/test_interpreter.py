@@ -456,6 +456,10 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     ),
     "e4m3, pages": (dict(num_slots=320, num_pages=11, is_e4m3=True), DecodeConfig(8, 128, 64, 2, 3)),
     "latent, queries are rows": (_LATENT, DecodeConfig(64, 128, 64, 2, 2, swap_ab=False)),
+    "latent, queries are rows, whole tiles": (
+        _LATENT | dict(num_heads=128),
+        DecodeConfig(64, 256, 64, 2, 3, swap_ab=False, joins_rest=True, whole_tiles=True),
+    ),
     "latent, queries are rows, window, four queries": (
         _LATENT | dict(num_heads=24, num_queries=4, window=100),
         DecodeConfig(64, 128, 64, 2, 3, swap_ab=False),

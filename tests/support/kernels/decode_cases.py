@@ -61,7 +61,7 @@ def decode_case(name: str, desc: DecodeDesc, config: DecodeConfig, quantization:
     name = f"{name}, e4m3" if desc.is_e4m3 else name
     name = f"{name}, pages" if desc.num_pages else name
     form = f"{desc.width}/{desc.value_width} {desc.dtype} {name}, steps of {config.block_kv}"
-    if config.whole_tiles:
+    if config.whole_tiles and config.swap_ab:
         rows = None if quantization == "none" else rows_of(desc, quantization, None)
         kernel = decode_sm90(desc, config, rows)
     else:
@@ -89,7 +89,7 @@ def combine_case(name: str, desc: DecodeDesc, config: DecodeConfig) -> Case:
 def in_two_launches(desc: DecodeDesc) -> DecodeConfig:
     """That ``desc`` has, or would have with longer rows."""
     config = choose_config(desc, SMS)
-    return dataclasses.replace(config, whole_tiles=False, runs=True) if config.whole_tiles else config
+    return dataclasses.replace(config, whole_tiles=False, runs=config.swap_ab) if config.whole_tiles else config
 
 
 def combine_quantized_case(quantization: str, desc: DecodeDesc) -> Case:
@@ -178,6 +178,9 @@ def decode_cases() -> Iterator[Case]:
         if name not in ("sinks", "many slots"):  # the last spills 8 bytes
             yield decode_case(f"latent, {name}, queries are rows", desc, rows)
         yield combine_case(f"latent, {name}, queries are rows", desc, rows)
+    desc = decode_desc(576, 512, batch=64, num_slots=1032, num_heads=128, num_kv_heads=1, is_latent=True)
+    assert choose_config(desc, SMS).whole_tiles
+    yield decode_case("latent, whole tiles", desc, choose_config(desc, SMS))
     for batch in (16, 64):
         own = dict(batch=batch, num_slots=8192, num_heads=128, num_kv_heads=1, is_latent=True)
         desc = decode_desc(576, 512, **own)
