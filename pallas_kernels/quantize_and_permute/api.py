@@ -49,6 +49,7 @@ def quantize_and_permute(
             128 or 64);
             "e4m3_group_ue8m0": such a scale rounded up to a power of two;
             "e4m3_tensor": the given scale multiplies the codes;
+            "e4m3_tensor_row": a scale per row by the rule of one for a whole tensor, which a row by itself is;
             "mxfp4", "mxfp8": values on the grid of the format, in groups of 32, which bfloat16 holds exactly;
             "nvfp4": so in groups of 16; the given scale is the global one that block scales are multiplied by, and it
             stays in the values;

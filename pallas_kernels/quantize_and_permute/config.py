@@ -10,7 +10,7 @@ from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
 
 MICROSCALING = ("nvfp4", "nvfp4_row", "mxfp4", "mxfp8")
 WITH_SCALES = ("e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0")  # codes, and scales that rows have themselves
-QUANTIZATIONS = ("none", *WITH_SCALES, "e4m3_tensor", *MICROSCALING)
+QUANTIZATIONS = ("none", *WITH_SCALES, "e4m3_tensor", "e4m3_tensor_row", *MICROSCALING)
 TAKES_SCALE = ("e4m3_tensor", "nvfp4")
 GROUP = 128
 SHORT_GROUP = 64  # columns that the last group of a row may have instead

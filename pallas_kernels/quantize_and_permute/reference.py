@@ -10,6 +10,7 @@ from pallas_kernels.common.numerics import (
     quantize_e4m3_group,
     quantize_e4m3_row,
     quantize_e4m3_static,
+    quantize_e4m3_tensor,
     quantize_int8_token,
 )
 from pallas_kernels.quantize_and_permute.config import GROUP, PermuteDesc
@@ -69,6 +70,7 @@ def quantize_rows(desc: PermuteDesc, x: jax.Array, scale: jax.Array | None) -> t
             row_scale = divide(jnp.ones_like(scale), scale)[:, 0, 0]
         rounded = round_groups(groups, amax, kind, scale)
         return rounded.reshape(desc.num_tokens, -1)[:, : desc.width].astype(desc.out_dtype), row_scale
-    rule = quantize_e4m3_row if desc.quantization == "e4m3_row" else quantize_int8_token
+    rules = dict(e4m3_row=quantize_e4m3_row, e4m3_tensor_row=quantize_e4m3_tensor, int8_row=quantize_int8_token)
+    rule = rules[desc.quantization]
     codes, scales = rule(values, jnp.max(magnitude(values), axis=-1, keepdims=True))
     return codes, scales[:, 0]

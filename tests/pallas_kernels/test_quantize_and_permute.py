@@ -65,6 +65,9 @@ def expected_values(x, quantization, scale):
             return v.astype(np.float64), None
         case "e4m3_tensor":
             return e4m3(v * (one / np.float32(scale))), None
+        case "e4m3_tensor_row":
+            s = np.maximum(np.abs(v).max(1) / np.float32(448), np.finfo(np.float32).tiny)
+            return e4m3(v * (one / s)[:, None]), s
         case "e4m3_row":
             s = np.maximum(np.abs(v).max(1) / np.float32(448), one / np.float32(448 * 512))
             return e4m3(v / s[:, None]), s
@@ -151,7 +154,7 @@ def test_reference(quantization):
     check(x, row_of, 40, quantization, out, scale)
 
 
-@pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0"])
+@pytest.mark.parametrize("quantization", ["e4m3_row", "e4m3_tensor_row", "int8_row", "e4m3_group", "e4m3_group_ue8m0"])
 def test_nan_spreads_over_what_shares_its_scale(quantization):
     """And no further. In an array this large XLA's maximum on a CPU loses it."""
     x = np.random.default_rng(0).standard_normal((3, 2048)).astype(np.float32)

@@ -309,7 +309,9 @@ def test_gpu_shard_of_experts(tokens):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 5, 8, 16])
-@pytest.mark.parametrize("quantization", ["e4m3_row", "int8_row", "e4m3_tensor", "e4m3_group", "e4m3_group_ue8m0"])
+@pytest.mark.parametrize(
+    "quantization", ["e4m3_row", "int8_row", "e4m3_tensor", "e4m3_tensor_row", "e4m3_group", "e4m3_group_ue8m0"]
+)
 def test_gpu_quantizing(quantization, tokens):
     run_quantizing("softmax 128", tokens, quantization, 2048, "hopper")
     run_quantizing("softmax 128", tokens, quantization, 2880, "hopper")

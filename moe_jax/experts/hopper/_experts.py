@@ -374,7 +374,9 @@ class Experts:
         if plan.unpermuted:
             if kind in (None, "none"):
                 return x.astype(self._operand), None
-            return x, weights.w13.input_scale if kind == "e4m3_tensor" else x_scale
+            if kind == "e4m3_tensor":
+                return x, weights.w13.input_scale if x_scale is None else x_scale.reshape(())
+            return x, x_scale
         row_of, num_rows = self.tiles.row_of, self.tiles.tile_expert.size * plan.block_m
         if x_scale is not None:
             return place_rows(x, x_scale, row_of, num_rows, implementation=self._row_kernels)

@@ -372,6 +372,8 @@ def _unpermuted_kind(config: MoEConfig, weights: ExpertWeights, num_tokens: int,
     if weights.w13.g_idx is not None or num_tokens < 1 or unpermuted_rows_error(num_tokens, block_m):
         return None
     kind = _kind_where_they_are(weights)
+    if kind is None and num_tokens == 1 and kind_of_tokens(weights) == "e4m3_tensor" and not config.call_axes:
+        kind = "e4m3_tensor_row"  # a token by itself is the whole tensor
     if kind in (None, "none"):
         return kind
     rows = PermuteDesc(num_tokens, weights.hidden_size, 0, num_tokens, config.dtype.name, kind)

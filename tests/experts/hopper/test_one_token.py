@@ -152,6 +152,16 @@ def test_explained(columns, work):
     assert second.endswith(f"{work}, by the heuristic")
 
 
+@pytest.mark.parametrize("change", [{}, dict(call_axes=("experts",)), dict(tokens=2)], ids=str)
+def test_a_token_is_the_whole_call(change):
+    """One token's scale for the call is its own, so that it is quantized where it is; not where a mesh shares it."""
+    config, weights, _ = make_layer("fp8_tensor")
+    tokens = change.pop("tokens", 1)
+    plan = hopper_plan.make_plan(dataclasses.replace(config, **change), weights, tokens, "reference")
+    is_alone = tokens == 1 and not change
+    assert (plan.unpermuted, plan.quantization) == ((True, "e4m3_tensor_row") if is_alone else (False, "none"))
+
+
 SEVERAL = [dict(pinned_tokens=1), dict(intermediate_size=336), dict(hidden_size=528)]
 
 

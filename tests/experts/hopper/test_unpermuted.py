@@ -151,7 +151,8 @@ def check_bits(found, tokens, kernels="reference"):
         ("fp8_block", 1, True),
         ("w4a8_fp8", 3, True),
         ("int8_w8a8", 9, False),
-        ("fp8_tensor", 1, False),  # a scale of all tokens
+        ("fp8_tensor", 8, False),  # a scale of all tokens
+        ("fp8_tensor", 1, True),
         ("mxfp4", 1, False),
         ("w4a8_int8_actorder", 1, False),
         ("w4a16_g32_asym_actorder", 1, False),  # columns in another order

@@ -70,6 +70,7 @@ def quantizing_route_cases() -> Iterator[Case]:
     options: dict[str, Any]
     for quantization, tokens, width, options in (
         ("e4m3_row", 1, 2048, {}),
+        ("e4m3_tensor_row", 1, 7168, {}),
         ("int8_row", 5, 2880, {}),
         ("e4m3_row", 16, 7168, dict(num_experts=256, scoring="sigmoid", has_bias=True, num_groups=8, groups_kept=4)),
         ("int8_row", 16, 7168, dict(has_mask=True)),
