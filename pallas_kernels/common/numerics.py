@@ -23,7 +23,7 @@ INT8_MAX = 127.0
 
 Rounding = Literal["half_even", "half_away"]
 
-_TINY = float(np.finfo(np.float32).tiny)
+TINY = float(np.finfo(np.float32).tiny)
 _E4M3_ROW_FLOOR = 1.0 / (448.0 * 512.0)
 _E4M3_BLOCK_AMAX_FLOOR = 1e-4
 _GROUP_AMAX_FLOOR = 1e-10
@@ -51,7 +51,7 @@ def reciprocal(scale: jax.Array) -> jax.Array:
 
     The maximum has a second use: XLA turns ``1 / (amax / 448)`` into ``448 / amax``, which rounds only once.
     """
-    return jnp.where(scale == 0.0, 0.0, 1.0 / jnp.maximum(scale, _TINY))
+    return jnp.where(scale == 0.0, 0.0, 1.0 / jnp.maximum(scale, TINY))
 
 
 def cast_e4m3(x: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def cast_int8(x: jax.Array, rounding: Rounding = "half_even") -> jax.Array:
 
 def quantize_e4m3_tensor(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One scale per tensor: ``s = amax / 448``, ``q = x * (1 / s)``. An all-zero tensor has the smallest normal s."""
-    scale = jnp.maximum(divide(amax, E4M3_MAX), _TINY)
+    scale = jnp.maximum(divide(amax, E4M3_MAX), TINY)
     return cast_e4m3(x * reciprocal(scale)), scale
 
 

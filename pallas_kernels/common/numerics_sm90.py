@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_kernels.common import simt
-from pallas_kernels.common.numerics import e4m3_group_scale, e4m3_row_scale
+from pallas_kernels.common.numerics import E4M3_MAX, TINY, e4m3_group_scale, e4m3_row_scale
 from pallas_kernels.common.types import Layout, Value
 
 # e4m3: five operations an element where numerics.py takes sixteen.
@@ -21,6 +21,18 @@ def e4m3_of_row(x: Value, amax: Value) -> tuple[Value, Value]:
     """``quantize_e4m3_row``: (codes, scale) of float32 values; amax: () float32, of their whole row."""
     scale = e4m3_row_scale(amax)
     return e4m3_codes(x, *divisor(scale)), scale
+
+
+def e4m3_of_tensor(pieces: Sequence[Value], amax: Value, layout: Layout) -> tuple[list[Value], Value]:
+    """``quantize_e4m3_tensor``: (codes, scale) of float32 values in pieces of one shape; amax: () float32, of all.
+
+    layout: of a piece. A value times the inverse is often a tie of two codes: both divisions are rounded correctly.
+    """
+    divide = divide_in(layout)
+    whole = plgpu.layout_cast(jnp.full(pieces[0].shape, amax), layout)
+    scale = jnp.maximum(divide(whole, E4M3_MAX), TINY)
+    inverse = jnp.where(scale < jnp.inf, divide(1.0, scale), 0.0)
+    return [(piece * inverse).astype(jnp.float8_e4m3fn) for piece in pieces], jnp.max(scale)
 
 
 def e4m3_of_rows(x: Value, amax: Value) -> tuple[Value, Value]:

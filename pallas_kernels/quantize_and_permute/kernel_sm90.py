@@ -25,8 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic, simt, sm90
 from pallas_kernels.common.microscaling import group_factors, nvfp4_global_scale, round_element
-from pallas_kernels.common.numerics import magnitude, quantize_e4m3_static, quantize_e4m3_tensor, quantize_int8_token
-from pallas_kernels.common.numerics_sm90 import divide_in, e4m3_in_groups, e4m3_of_row
+from pallas_kernels.common.numerics import magnitude, quantize_e4m3_static, quantize_int8_token
+from pallas_kernels.common.numerics_sm90 import divide_in, e4m3_in_groups, e4m3_of_row, e4m3_of_tensor
 from pallas_kernels.common.row_kernel_sm90 import for_items_of, items_of, row_kernel
 from pallas_kernels.common.rows import pieces, vector_length
 from pallas_kernels.common.types import Kernel, Layout, Ref, Scalar, Value
@@ -41,8 +41,6 @@ from pallas_kernels.quantize_and_permute.config import (
 
 PART_ELEMENTS = 64  # of a row that a thread holds at once
 MOST_GROUPS = 64  # of 128 columns that a warpgroup holds at once: 64 values a thread
-
-_RULES = dict(e4m3_row=e4m3_of_row, e4m3_tensor_row=quantize_e4m3_tensor, int8_row=quantize_int8_token)
 
 Store: TypeAlias = Callable[[Scalar], None]  # writes what is quantized to one row
 
@@ -176,9 +174,12 @@ class RowQuantizer:
         else:
             values = [v.astype(jnp.float32) for v in loaded]
             amax = jnp.max(functools.reduce(jnp.maximum, [jnp.abs(v) for v in values]))
-            rule = _RULES[desc.quantization]
-            quantized, all_scales = zip(*(rule(v, amax) for v in values), strict=True)
-            scale = all_scales[0]
+            if desc.quantization == "e4m3_tensor_row":
+                quantized, scale = e4m3_of_tensor(values, amax, layout)
+            else:
+                rule = e4m3_of_row if desc.quantization == "e4m3_row" else quantize_int8_token
+                quantized, all_scales = zip(*(rule(v, amax) for v in values), strict=True)
+                scale = all_scales[0]
 
         def store(row):
             for start, value in zip(starts, quantized, strict=True):
