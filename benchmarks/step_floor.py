@@ -1,6 +1,6 @@
 """What a decode step of so many launches a layer takes at least: some read, and the others do nothing.
 
-    python benchmarks/step_floor.py [--layers 48] [--megabytes 10.5,134.4,8.4,396,198] [--empty 8] [--head 622]
+    python benchmarks/step_floor.py [--layers 48] [--megabytes 10.5,134.4,8.4,396,198] [--empty 7] [--head 622]
 
 A layer is one launch for each number of --megabytes, which copies so many from global to shared memory on all SMs and
 uses none of them, and --empty launches that hand on one vector. Each launch waits for the one before it, as in a model.
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--megabytes", default="10.5,134.4,8.4,396,198")
-    parser.add_argument("--empty", type=int, default=8)
+    parser.add_argument("--empty", type=int, default=7)
     parser.add_argument("--head", type=float, default=622.0)
     options = parser.parse_args()
     print(header())
