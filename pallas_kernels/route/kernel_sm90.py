@@ -215,7 +215,7 @@ class _Choice(NamedTuple):
     flags: list[Value]
 
     def where(self, is_kept: Value) -> "_Choice":
-        """Nothing else."""
+        """The same where it is kept, no expert elsewhere."""
         flags = [flag & is_kept for flag in self.flags]
         return _Choice(jnp.where(is_kept, self.weights, 0.0), jnp.where(is_kept, self.ids, -1), flags)
 
