@@ -3,8 +3,7 @@
 import dataclasses
 
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, WARPS, smem_bytes
-from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteConfig, PermuteDesc
-from pallas_kernels.quantize_and_permute.config import config_error as permute_error
+from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteDesc
 
 DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
@@ -17,7 +16,7 @@ MAX_SCORES = 128 * 128 * 24  # products of a step's scores; above it ptxas spill
 SM_BYTES = 228 * 1024  # shared memory of an SM
 RESERVED_BYTES = 1024  # of it for each CTA
 _MAX_SUMS = 2048  # of a tile, where a CTA adds up several splits
-_MOST_SLOTS = 2048  # of a tile that a CTA takes as a whole: a row by itself is not spread over the SMs then
+_MOST_SLOTS = 1536  # of a tile that a CTA takes as a whole: a row by itself is not spread over the SMs then
 _BARRIERS = 4096  # bytes, more than the barriers and the scratch of reductions take
 _BARRIERS_OF_ROWS = 2048  # where queries are rows
 
@@ -200,8 +199,8 @@ def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) 
         return f"quantization {rows.quantization!r}; one of {', '.join(WITH_SCALES)}"
     if not config.swap_ab:
         return "swap_ab=False: outputs are quantized with keys as rows"
-    if config.whole_tiles and not rows.is_grouped:  # by a launch of its own
-        return permute_error(rows, PermuteConfig(1))
+    if config.whole_tiles and not rows.is_grouped:
+        return None  # behind it: by a launch of its own, or by XLA
     if desc.num_queries > 1 or config.num_tiles(desc) > 1 or config.columns not in (8, 16, 32):
         return (
             f"{desc.num_queries} queries, columns={config.columns}: one query, whose heads are one tile of 8, 16 or 32"
@@ -295,8 +294,8 @@ def _fits_twice(desc: DecodeDesc, config: DecodeConfig) -> bool:
 
 
 def _are_tiles_even(desc: DecodeDesc, config: DecodeConfig, num_ctas: int) -> bool:
-    """Whether CTAs that take whole tiles have hardly more to do than CTAs that share all splits evenly, whatever the
-    lengths of the rows are: one step of full rows more, or 2048 slots of one row."""
+    """Whether CTAs that take whole tiles have at most one step more to do than CTAs that share all splits evenly, where
+    rows are full; and a row among shorter ones not too many."""
     steps = -(-_most_seen(desc) // config.block_kv) + (desc.window is not None)
     whole = -(-config.all_tiles(desc) // num_ctas) * steps
     return whole <= -(-config.all_tiles(desc) * steps // num_ctas) + 1 and steps * config.block_kv <= _MOST_SLOTS

@@ -351,20 +351,23 @@ def pulling_plain(config: GemmConfig, activation: Activation = SILU, **options: 
 
 
 def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
-    """Partial sums of two rows, added up here; slots that are not in use hold NaN."""
-    desc = dataclasses.replace(DecodeDesc(2, 1, 264, 8, 2, 64, 64, "float16", 0.15), **options)
+    """Partial sums of two rows, added up here; slots that are not in use hold NaN. Of whole tiles the outputs, also
+    those of a row that sees no slot."""
+    batch = 3 if config.whole_tiles else 2
+    desc = dataclasses.replace(DecodeDesc(batch, 1, 264, 8, 2, 64, 64, "float16", 0.15), **options)
     rng = np.random.default_rng(0)
     decode_kernel.widen_tile = _widened
 
     def normal(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float16)
 
-    starts, lengths = np.array([0, 70], np.int32), np.array([150, desc.num_slots], np.int32)
-    first_slots = lengths - desc.num_queries
+    places = [(0, 150), *[(9, 0)] * (batch - 2), (70, desc.num_slots)]
+    starts, lengths = np.array(places, np.int32).T
+    first_slots = np.maximum(lengths - desc.num_queries, 0)
     slots = np.arange(desc.num_slots)
     outside = (slots < starts[:, None]) | (slots >= lengths[:, None])
-    caches = (2, desc.num_kv_heads, desc.num_slots)
-    q = normal(2, desc.num_queries, desc.num_heads, desc.width)
+    caches = (batch, desc.num_kv_heads, desc.num_slots)
+    q = normal(batch, desc.num_queries, desc.num_heads, desc.width)
     widths = (desc.width,) if desc.is_latent else (desc.width, desc.value_width)
     cached = [jnp.where(outside[:, None, :, None], jnp.nan, normal(*caches, width)) for width in widths]
     scales = (jnp.float32(0.7), jnp.float32(1)) if desc.is_e4m3 else None  # that of values is the second launch's
@@ -372,12 +375,13 @@ def decoding(options: dict[str, Any], config: DecodeConfig) -> tuple[Any, Any]:
     rows = tuple(map(jnp.asarray, (starts, lengths, first_slots)))
     stacked = () if scales is None else (jnp.stack(scales),)
     if desc.num_pages:
-        # Row 0 has every second page and row 1 those between, from the last one on.
+        # A row has every second page, or third, from the first one on, and the last row from its last one on.
         count = desc.num_slots // 64
-        table = np.stack([np.arange(count) * 2, np.arange(count)[::-1] * 2 + 1])
+        pages_of_rows = [np.arange(count) * batch + row for row in range(batch)]
+        table = np.stack([*pages_of_rows[:-1], pages_of_rows[-1][::-1]])
         pools = []
         for part in cached:
-            pages = part.reshape(2, desc.num_kv_heads, count, 64, -1).swapaxes(1, 2)
+            pages = part.reshape(batch, desc.num_kv_heads, count, 64, -1).swapaxes(1, 2)
             pools.append(jnp.zeros((desc.num_pages, *pages.shape[2:]), part.dtype).at[table].set(pages))
         stacked = (*stacked, jnp.asarray(table, jnp.int32))
     operands = pools if desc.num_pages else cached
@@ -425,7 +429,8 @@ def _stored(_: Any, place: Any, memory: Any, meet: Any, sinks: Any, scale: Any, 
     del sinks, scale
     meet()
     desc, config, row, head, _ = place
-    y = memory["sums"][...] / memory["stats"].at[1][...]
+    total = memory["stats"].at[1][...]
+    y = jnp.where(total == 0, 0, memory["sums"][...] / jnp.where(total == 0, 1, total))
     first = (row * desc.num_kv_heads + head) * (config.columns * desc.value_width)
     outputs[0].at[pl.ds(first, config.columns * desc.value_width)][...] = y.T.reshape(-1).astype(desc.dtype)
     meet()
@@ -444,7 +449,7 @@ _DECODES: dict[str, tuple[dict[str, Any], DecodeConfig]] = {
     "whole tiles": (dict(num_heads=16), DecodeConfig(8, 64, 64, 2, 3, whole_tiles=True)),
     "whole tiles, window": (dict(num_heads=16, window=40), DecodeConfig(8, 64, 64, 3, 4, whole_tiles=True)),
     "e4m3, pages, whole tiles": (
-        dict(num_heads=16, num_slots=320, num_pages=11, is_e4m3=True),
+        dict(num_heads=16, num_slots=320, num_pages=16, is_e4m3=True),
         DecodeConfig(8, 128, 64, 2, 3, doubles_at=(100,), whole_tiles=True),
     ),
     "e4m3": (dict(is_e4m3=True), DecodeConfig(8, 128, 64, 3, 2)),

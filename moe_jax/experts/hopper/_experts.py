@@ -375,7 +375,7 @@ class Experts:
             if kind in (None, "none"):
                 return x.astype(self._operand), None
             if kind == "e4m3_tensor":
-                return x, weights.w13.input_scale if x_scale is None else x_scale.reshape(())
+                return x, weights.w13.input_scale if x_scale is None else x_scale[:1].reshape(())
             return x, x_scale
         row_of, num_rows = self.tiles.row_of, self.tiles.tile_expert.size * plan.block_m
         if x_scale is not None:

@@ -173,6 +173,22 @@ def test_who_has_tiles_of_several_rows(change):
     assert hopper_plan.make_plan(config, weights, 1, "reference").block_m > 1
 
 
+@pytest.mark.parametrize("change", [dict(pinned_tokens=4), dict(intermediate_size=336), dict(has_bias=True)], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_scale_for_the_call(change, dtype):
+    """Of one token, also in tiles of several rows, whose scales have room for all of them."""
+    config, weights, held = make_layer("fp8_tensor", dtype=dtype, **change)
+    plan = hopper_plan.make_plan(config, held, 1, "reference")
+    assert plan.quantization == "e4m3_tensor_row" and (plan.block_m > 1) == ("has_bias" not in change)
+    x = cases.make_tokens(3, config, dtype=dtype)[2:]
+    z = jnp.asarray(np.random.default_rng(3).standard_normal((1, cases.E)), jnp.float32)
+    layer = jax.jit(functools.partial(hopper_experts.forward_layer, config, kernels="reference"))
+    y, ids, _ = layer(x, z, held, None, None, None)
+    chosen = jnp.take_along_axis(jax.nn.softmax(z), ids, axis=1)
+    p = chosen / chosen.sum() if config.renormalize else chosen
+    assert_layer_close(np.asarray(y), x, p, ids, weights=weights, config=config, on_gpu=False)
+
+
 @pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g128"])
 def test_more_tokens(scheme):
     config, _, held = make_layer(scheme)
