@@ -35,7 +35,9 @@ from pallas_kernels.decode_attention import kernel_sm90 as decode_kernel
 from pallas_kernels.decode_attention.api import queries_in_columns
 from pallas_kernels.decode_attention.config import E4M3_WIDTHS, DecodeForm, choose_config, shared_bytes
 from pallas_kernels.quantize_and_permute import by_thread_sm90, quantize_and_permute
+from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels import warpgroups
+from tests.support.kernels.case import launches
 from tests.support.kernels.decode_cases import DECODES, SMS, WIDTHS, combine_case, decode_cases, decode_desc
 from tests.support.kernels.in_lockstep import Memory, simt_of
 from tests.support.oracles.tolerances import Tolerance, assert_rows_close
@@ -511,6 +513,25 @@ def test_who_has_whole_tiles():
     assert latents() == latents(num_queries=2) == (True, False)
     assert latents(batch=8, num_slots=64) == (False, True)  # keys are rows, which has no room for sums
     assert latents(num_slots=1536) == latents(has_sinks=True) == (False, False)  # two splits, sinks
+
+
+@pytest.mark.parametrize(("quantization", "count"), [("none", 1), ("e4m3_group", 1), ("int8_row", 2)])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "codes"])
+def test_whole_tiles_are_one_launch(kind, quantization, count):
+    """And one more for scales a row."""
+    cached = jnp.float8_e4m3fn if kind == "codes" else jnp.bfloat16
+    shapes: Any = dict(q=((66, 1, 32, 128), jnp.bfloat16), k=((66, 4, 256, 128), cached), v=((66, 4, 256, 128), cached))
+    shapes |= dict.fromkeys(("starts", "lengths", "first_slots"), ((66,), jnp.int32))
+    shapes |= dict(sinks=((32,), jnp.float32)) if kind == "sinks" else {}
+    arrays = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+
+    def attend(arrays):
+        scales = (jnp.float32(0.5), jnp.float32(2)) if kind == "codes" else None
+        given: Any = dict(scale=0.1, scales=scales, quantization=quantization, implementation="hopper")
+        return decode_attention(**arrays, **given)
+
+    with on_hopper():
+        assert launches(attend, arrays) == count
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_queries=3, window=900)], ids=["one query", "three queries, window"])
