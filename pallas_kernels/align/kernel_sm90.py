@@ -276,17 +276,13 @@ def _sum_up(values: Ref, sums: Ref, thread: Value, threads: int, length: int) ->
             distance *= 2
         through.append(total)
         is_last = (lane == sm90.LANES - 1) | (index == length - 1)
-        simt.store(sums, _warp_of(index), total, is_last & (index < length))
+        simt.store(sums, simt.warp_of(index), total, is_last & (index < length))
     simt.barrier()
     for index, total in zip(held, through, strict=True):
-        is_before = (lane < _warp_of(index)) & (lane < -(-length // sm90.LANES))
+        is_before = (lane < simt.warp_of(index)) & (lane < -(-length // sm90.LANES))
         before = simt.warp_add(simt.load(sums, lane, is_before, 0))
         simt.store(values, index, total + before, index < length)
     simt.barrier()
-
-
-def _warp_of(index: Value) -> Value:
-    return lax.shift_right_logical(index, jnp.full_like(index, sm90.LANES.bit_length() - 1))
 
 
 def _first_end_behind(ends: Ref, tile: Value, mask: Value, experts: int) -> Value:

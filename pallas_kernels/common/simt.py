@@ -16,11 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.common.sm90 import WARPGROUP
+from pallas_kernels.common import sm90
 from pallas_kernels.common.types import Dtype, Layout, Ref, Value
 
-LANES = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
-_RESULT = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, LANES)
+LANES = plgpu.Layout.WG_STRIDED((sm90.WARPGROUP,), vec_size=1)
+_RESULT = plgpu.ShapeDtypeStruct((sm90.WARPGROUP,), jnp.int32, LANES)
 # Shape and element type of ``mma.sync``.
 _MMA = {
     "bfloat16": ("m16n8k16", "bf16"),
@@ -71,6 +71,11 @@ def thread_index() -> Value:
         return wrap(asm([], "mov.u32 $0, %tid.x;", "=r", has_result=True))
 
     return read()
+
+
+def warp_of(thread: Value) -> Value:
+    """Warp of each thread index, or of what else is counted so."""
+    return lax.shift_right_logical(thread, jnp.full_like(thread, sm90.LANES.bit_length() - 1))
 
 
 def constant(value: int) -> Value:
@@ -427,7 +432,7 @@ def value_of(array: mgpu.FragmentedArray) -> ir.Value:
 def wrap(value: ir.Value) -> mgpu.FragmentedArray:
     """A result in layout ``LANES`` of each thread's value."""
     register = vector.broadcast(ir.VectorType.get((1,), value.type), value)
-    layout = mgpu.WGStridedFragLayout((WARPGROUP,), 1)
+    layout = mgpu.WGStridedFragLayout((sm90.WARPGROUP,), 1)
     return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=True)
 
 

@@ -89,7 +89,7 @@ def decode_attention(
 
     def hopper():
         sms = hopper_sms()
-        chosen = config or choose_config(desc, sms)
+        chosen = config or choose_config(desc, sms, rows=rows_out)
         if reason := config_error(desc, chosen):
             raise NotImplementedError(reason)
         if rows_out is not None and (reason := quantizing_error(desc, chosen, rows_out)):
@@ -125,14 +125,14 @@ def decode_attention(
             return codes.reshape(made.num_tokens, -1), own_scales.reshape(made.scale_shape)
         (y,) = jax.tree.leaves(found)
         y = y.reshape(*q.shape[:3], desc.value_width)
-        return quantized(y, ("hopper", "reference")) if quantized_apart else y  # a kernel has no rows of 64 columns
+        return quantized(y, "hopper") if quantized_apart else y
 
     def reference():
         keys, of_keys = (a if page_table is None else rows_of_pages(a, page_table) for a in (k, values))
         y = decode_attention_ref(desc, q, keys, of_keys, starts, lengths, first_slots, sinks, scales)
-        return y if rows_out is None else quantized(y, ("reference",))
+        return y if rows_out is None else quantized(y, "reference")
 
-    def quantized(y: jax.Array, implementation: Sequence[str]) -> Any:
+    def quantized(y: jax.Array, implementation: str) -> Any:
         rows = y.reshape(desc.batch * desc.num_queries, -1)
         return quantize_and_permute(
             rows, quantization=quantization, scale_rows=scale_rows, implementation=implementation

@@ -88,7 +88,7 @@ def _largest_of_row(maxima: Ref, warpgroups: int, value: Value) -> Value:
     """The largest of all values in all threads of the CTA."""
     thread = simt.thread_index()
     lane = thread & 31
-    warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+    warp = simt.warp_of(thread)
     simt.store(maxima, warp, simt.warp_max(value), lane == 0)
     simt.barrier()
     return simt.warp_max(simt.load(maxima, lane, lane < WARPS * warpgroups, 0))

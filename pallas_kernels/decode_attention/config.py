@@ -3,7 +3,8 @@
 import dataclasses
 
 from pallas_kernels.common.sm90 import SMEM_BYTES, TMA_BOX, WARPGROUP, WARPS, smem_bytes
-from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import GROUP, WITH_SCALES, PermuteConfig, PermuteDesc
+from pallas_kernels.quantize_and_permute.config import config_error as permute_error
 
 DTYPES = ("bfloat16", "float16")
 MAX_COLUMNS = 64  # of a tile
@@ -199,8 +200,8 @@ def quantizing_error(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc) 
         return f"quantization {rows.quantization!r}; one of {', '.join(WITH_SCALES)}"
     if not config.swap_ab:
         return "swap_ab=False: outputs are quantized with keys as rows"
-    if config.whole_tiles and not rows.is_grouped:
-        return None  # behind it: by a launch of its own, or by XLA
+    if config.whole_tiles and not rows.is_grouped:  # by a launch of its own
+        return permute_error(rows, PermuteConfig(1))
     if desc.num_queries > 1 or config.num_tiles(desc) > 1 or config.columns not in (8, 16, 32):
         return (
             f"{desc.num_queries} queries, columns={config.columns}: one query, whose heads are one tile of 8, 16 or 32"
@@ -237,10 +238,13 @@ MANY_ROWS = 16
 ONE_ROUND, TWO_ROUNDS = range(128, 133), 256  # tiles
 
 
-def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None) -> DecodeConfig:
+def choose_config(
+    desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None, rows: PermuteDesc | None = None
+) -> DecodeConfig:
     """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
 
-    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW.
+    form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW. rows:
+    how the outputs are quantized, None for not at all.
     """
     if form is None:
         form = _latents_form(desc) if desc.is_latent else FEW
@@ -264,7 +268,8 @@ def choose_config(desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None
     config = dataclasses.replace(config, num_ctas=num_ctas, runs=runs)
     whole = dataclasses.replace(config, num_ctas=min(num_ctas, config.all_tiles(desc)), runs=False, whole_tiles=True)
     whole = _with_stages(desc, whole, ctas_per_sm)
-    if config_error(desc, whole) is None and _are_tiles_even(desc, config, num_sms * ctas_per_sm):
+    can_be_whole = config_error(desc, whole) is None and (rows is None or quantizing_error(desc, whole, rows) is None)
+    if can_be_whole and _are_tiles_even(desc, config, num_sms * ctas_per_sm):
         return whole
     return _with_stages(desc, config, ctas_per_sm)
 

@@ -153,7 +153,7 @@ class Columns:
 
     def largest(self, maxima: Ref, meet: Callable[[], None], value: Value) -> Value:
         """Of the threads with the same column. maxima: (4 * columns,) int32. meet: a barrier of the warpgroup."""
-        lane, warp = self.thread & 31, lax.shift_right_logical(self.thread, jnp.full_like(self.thread, 5))
+        lane, warp = self.thread & 31, simt.warp_of(self.thread)
         distance = self.count
         while distance < 32:
             value = jnp.maximum(value, simt.of_lane(value, distance))

@@ -163,7 +163,7 @@ class _Weight:
         self.pieces = pieces_of_row(desc.k, desc.dtype)
         thread = simt.thread_index()
         self.lane = thread & (LANES - 1)
-        warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+        warp = simt.warp_of(thread)
         run = lax.shift_right_logical(self.lane, jnp.full_like(thread, 2))
         self.is_odd_run = (run & 1) != 0
         # Lane 4 g + j of a warp has columns 2 j and 2 j + 1 of row g of a product.

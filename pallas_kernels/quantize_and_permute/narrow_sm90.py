@@ -50,7 +50,7 @@ def _kernel(desc: PermuteDesc, config: PermuteConfig, x: Ref, *refs: Ref) -> Non
     mosaic.begin()
     *places, codes, scales = refs
     thread = simt.thread_index()
-    warp = lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+    warp = simt.warp_of(thread)
     is_first = (thread & (LANES - 1)) == 0
     cta = lax.axis_index("cta")
 

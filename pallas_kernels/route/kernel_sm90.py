@@ -127,28 +127,30 @@ def _fused_kernel(
 def route_tokens(desc: RouteDesc, config: RouteConfig, refs: Sequence[Ref], cta: Scalar) -> None:
     """Route this CTA's tokens. refs: the operands and outputs of ``route_sm90``."""
     per_round = config.num_warpgroups * WARPS
-    first, step = cta * per_round + _warp_index(), config.num_ctas * per_round
+    row, warp = _of_warp(desc)
+    first, step = cta * per_round + warp, config.num_ctas * per_round
 
     def one_token(i, _):
-        _route_token(desc, refs, first + i * step)
+        _route_token(desc, refs, row, first + i * step)
         return 0
 
     lax.fori_loop(0, -(-desc.num_tokens // step), one_token, 0)
 
 
-def _warp_index() -> Value:
+def _of_warp(desc: RouteDesc) -> tuple["_Row", Value]:
+    """(the columns of each thread, its warp)."""
     thread = simt.thread_index()
-    return lax.shift_right_logical(thread, jnp.full_like(thread, 5))
+    return _Row(thread & 31, desc.num_experts), simt.warp_of(thread)
 
 
-def _route_token(desc: RouteDesc, refs: Sequence[Ref], token: Value) -> "_Choice":
+def _route_token(desc: RouteDesc, refs: Sequence[Ref], row: "_Row", token: Value) -> "_Choice":
     """Choose the experts of each warp's token, and store them and their weights."""
     pending = list(refs)
     logits = pending.pop(0)
     bias = pending.pop(0) if desc.has_bias else None
     mask = pending.pop(0) if desc.has_mask else None
     weights_out, ids_out = pending
-    row, is_token = _Row(simt.thread_index() & 31, desc.num_experts), token < desc.num_tokens
+    is_token = token < desc.num_tokens
     z = row.load(logits, token * desc.num_experts, is_token)
     for part in range(1, desc.num_parts):  # added in their order
         own = row.load(logits, (token + part * desc.num_tokens) * desc.num_experts, is_token)
@@ -168,9 +170,8 @@ def _route_and_align_token(
     desc: RouteDesc, align: AlignDesc, refs: Sequence[Ref], offset: Ref | None, outputs: Sequence[Ref]
 ) -> None:
     """A token by itself, by the first warp. outputs: of the alignment; every expert chosen has a tile of one row."""
-    token = _warp_index()
-    chosen = _route_token(desc, refs, token)
-    row, is_first_warp = _Row(simt.thread_index() & 31, desc.num_experts), token == 0
+    row, token = _of_warp(desc)
+    chosen, is_first_warp = _route_token(desc, refs, row, token), token == 0
     first = 0 if offset is None else offset[0]
     row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
 

@@ -491,9 +491,10 @@ def test_who_has_whole_tiles():
     """Those of as many full rows as there are CTAs, or a little fewer; and of short ones, however few."""
 
     def is_whole(quantization="none", **options):
-        desc = decode_desc(128, 128, **(dict(batch=64, num_slots=1032, num_heads=32, num_kv_heads=4) | options))
+        sizes = dict(batch=64, num_slots=1032, num_heads=32, num_kv_heads=4)
+        desc = dataclasses.replace(decode_desc(128, 128), **(sizes | options))
         rows = None if quantization == "none" else rows_of(desc, quantization, None)
-        config = choose_config(desc, SMS)
+        config = choose_config(desc, SMS, rows=rows)
         assert config_error(desc, config) is None and not (config.whole_tiles and config.runs)
         assert rows is None or quantizing_error(desc, config, rows) is None
         assert (shared_bytes(desc, config) + 1024) * -(-config.num_ctas // SMS) <= 228 * 1024
@@ -504,6 +505,8 @@ def test_who_has_whole_tiles():
     assert is_whole(batch=1, num_slots=256) and is_whole(batch=1, num_slots=8200, window=128)
     assert is_whole("e4m3_group") and is_whole("e4m3_group_ue8m0") and is_whole("e4m3_row")
     assert is_whole(num_queries=2) and not is_whole(num_queries=3)  # of 24 columns
+    narrow = dict(width=64, value_width=64, num_heads=1, num_kv_heads=1, num_slots=256)
+    assert is_whole(**narrow) and not is_whole("int8_row", **narrow)  # which no launch behind them quantizes
 
     def latents(**options):
         sizes = dict(batch=64, num_slots=1032, num_heads=128, num_kv_heads=1, is_latent=True)
@@ -869,30 +872,27 @@ def test_runs_gpu(is_e4m3, name, quantization):
             np.testing.assert_array_equal(found[row : row + 1], one)
 
 
+WHOLE: list[dict[str, Any]] = [
+    {},
+    dict(window=150, has_sinks=True),
+    dict(is_e4m3=True, has_sinks=True),
+    dict(num_heads=64),
+    dict(num_heads=20),
+    dict(num_queries=2),
+    dict(num_heads=24, num_queries=2),
+    dict(width=64, value_width=64, num_heads=56, num_queries=3, has_sinks=True),  # two tiles a key head
+]
+QUANTIZED = [(own, kind) for own in WHOLE[:5] for kind in ("e4m3_group", "e4m3_group_ue8m0", "int8_row")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantization", ["none", "e4m3_group", "e4m3_group_ue8m0", "int8_row"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(window=150, has_sinks=True),
-        dict(is_e4m3=True, has_sinks=True),
-        dict(num_heads=64),
-        dict(num_heads=20),
-        dict(num_queries=2),
-        dict(num_heads=24, num_queries=2),
-        dict(width=64, value_width=64, num_heads=56, num_queries=3, has_sinks=True),  # two tiles a key head
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "quantization"), [*((own, "none") for own in WHOLE), *QUANTIZED], ids=str)
 def test_whole_tiles_gpu(options, quantization):
     """66 rows of any lengths: the bits of two launches, and of a row alone."""
     lengths = np.random.default_rng(0).integers(0, 1033, 66)
     places = [(length // 9, length, max(length - 1, 0)) for length in [1032, 0, *lengths[2:]]]
     sizes: Any = dict(batch=66, num_slots=1032, num_heads=32, num_kv_heads=4)
     desc = dataclasses.replace(decode_desc(128, 128), **(sizes | options))
-    if quantization != "none" and desc.num_queries > 1:
-        pytest.skip("outputs of several queries are not quantized")
     config = choose_config(desc, SMS)
     assert config.whole_tiles
     (q, k, v), named, sinks, _ = make(desc, places)

@@ -90,7 +90,8 @@ def quantizes(rows: tuple[str, int], q: Any, k: Any, v: Any) -> bool:
     rows: kind of ``quantize_and_permute``, and rows that scales have room for. q, k, v: as of ``refusal``.
     """
     desc = DecodeDesc(**_sizes(q, k, v), scale=1.0, is_e4m3=_holds_codes(k, v))
-    return quantizing_error(desc, choose_decode_config(desc, hopper_sms()), rows_of(desc, *rows)) is None
+    own = rows_of(desc, *rows)
+    return quantizing_error(desc, choose_decode_config(desc, hopper_sms(), rows=own), own) is None
 
 
 def _sizes(q: Any, k: Any, v: Any | None, value_width: int | None = None) -> dict[str, Any]:

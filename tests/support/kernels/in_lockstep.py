@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.common import simt
+
 
 class Memory:
     """A flat int32 array, nothing written yet where no values are given. As floats its bits are float32."""
@@ -60,6 +62,7 @@ def simt_of(threads: int) -> Any:
     return types.SimpleNamespace(
         LANES=None,
         thread_index=lambda: jnp.arange(threads, dtype=jnp.int32),
+        warp_of=simt.warp_of,
         constant=lambda value: jnp.full(threads, value, jnp.int32),
         barrier=lambda: None,
         load=lambda ref, index, mask, default: ref.load(index, mask, default),

@@ -212,6 +212,7 @@ class Machine:
             LANES=simt.LANES,
             CHUNK=simt.CHUNK,
             thread_index=lambda: jnp.asarray((THREADS + 128 * self.warpgroup).astype(np.int32)),
+            warp_of=simt.warp_of,
             constant=lambda value: jnp.full(128, value, jnp.int32),
             barrier=self.barrier,
             inline=lambda *_, **__: lambda function: lambda *given: function(None, *given),
