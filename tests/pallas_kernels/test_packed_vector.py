@@ -133,7 +133,7 @@ def test_added_up(kind, machine, monkeypatch):
     """Slots in another order than tiles, one expert in two of them, and a tile that nobody chose; rings that hold less
     than K; columns of a CTA past N.
     """
-    monkeypatch.setattr(vector, "_RING_BYTES_OF_SUM", 0)
+    monkeypatch.setattr(vector, "_RING_BYTES", 0)
     options: dict[str, Any] = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32)
     k = 13 * KINDS[kind][0].block_k
     problem = make_problem(kind, [1, 1, 1], k=k, n=48, block_m=1, spare_tiles=1, bias="float32", **options)
@@ -186,6 +186,28 @@ def test_describes_and_refuses():
     for rows, n, k, is_balanced in (*sizes, (8, 2048, 256, True), (8, 2048, 192, False)):  # CTAs of 32 columns, of 64
         assert adds_up_at_once(dataclasses.replace(adding, rows=rows, top_k=rows, n=n, k=k), 132) == is_balanced
     refuses(NotImplementedError, "whole blocks of 64", choose_config, dataclasses.replace(desc, k=520), 1, 132)
+
+
+def test_ring_and_rounds():
+    """A warp's whole part of K where it is small, else few blocks; no last round of a few CTAs."""
+    desc = PackedDesc(rows=8, n=2048, k=7168, num_experts=32, fmt=KINDS["int4 g128"][0], scale_dtype="bfloat16")
+    gate_and_up = dataclasses.replace(desc, projections=2, activation=Activation("silu"))
+    wide = dataclasses.replace(gate_and_up, fmt=KINDS["mxfp8"][0])
+    for one, k_split, steps, slots in (
+        (gate_and_up, 4, 28, 4),
+        (dataclasses.replace(gate_and_up, k=1024), 4, 4, 4),
+        (dataclasses.replace(desc, k=2048), 4, 8, 8),
+        (dataclasses.replace(desc, k=4096), 4, 16, 4),
+        (dataclasses.replace(desc, k=4096, num_tokens=1, top_k=8), 4, 16, 4),
+        (wide, 4, 28, 3),
+    ):
+        ring = vector.ring_of(one, PackedVectorConfig(k_split))
+        assert (ring.steps, ring.slots) == (steps, slots) and ring.ahead == slots - (slots < steps)
+    # 1024 CTAs of four warps and 512 of two; 7 are on each of 132 SMs at once. 1792, 3584 and 720 end together.
+    for n, rows, k_split in ((2048, 8, 2), (14336, 2, 4), (7168, 8, 4), (2880, 4, 4), (2048, 9, 2), (2048, 12, 4)):
+        assert choose_config(dataclasses.replace(gate_and_up, n=n, rows=rows), 1, 132) == PackedVectorConfig(k_split)
+    assert choose_config(gate_and_up, 1, 264) == PackedVectorConfig(4)  # 1024 of 1848
+    assert choose_config(dataclasses.replace(desc, num_tokens=1, top_k=8), 1, 18) == PackedVectorConfig(4)  # 128 of 126
 
 
 _GATED_DESC: dict[str, Any] = dict(projections=2, activation=Activation("silu"), bias_dtype="bfloat16")

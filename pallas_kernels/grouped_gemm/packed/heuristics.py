@@ -72,7 +72,7 @@ def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[Any]:
     which needs scales of the operands' dtype; in lower tiles that is left for where accumulators leave no room.
     """
     if block_m == PackedVectorConfig.block_m:
-        yield from vector_candidates(desc)
+        yield from vector_candidates(desc, num_sms)
         return
     # With 128 rows and more, 16 measured 7% faster than 8 at 256 rows an expert (int4, H200).
     raster_group_m = 16 if block_m >= 128 else 8
