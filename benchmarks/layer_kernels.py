@@ -2,6 +2,7 @@
 
     python benchmarks/layer_kernels.py layer [--models ...] [--tokens 1,16,64] [--schemes fp8_channel,...]
     python benchmarks/layer_kernels.py products [--models ...] [--tokens ...] [--formats fp8_block,int4_g128,...]
+        [--one-row]
     python benchmarks/layer_kernels.py rows [--models ...] [--tokens ...] [--formats none,e4m3_row,...]
         [--rows-at-once 1,4] [--align-blocks 1,16,32,64]
 
@@ -10,7 +11,7 @@ kernel by JAX's profiler, and the median gap in front of it. Random weights, eac
 
 products: both grouped GEMMs by the tuning table, or by the first candidate, timed as autotune does. TFLOP/s over the
 routed rows, GB/s over weights of the experts that uniform routing hits, rows in and out, and the larger of the two as a
-fraction of the machine's measured limit.
+fraction of the machine's measured limit. --one-row: each way to multiply tiles of one row, as one token has them.
 
 rows: quantize_and_permute, combine and align, beside the bytes they must move. --rows-at-once and --align-blocks time
 the kernels' forms side by side, where they can run, instead of the one chosen. Of microscaling formats also "by XLA":
@@ -21,6 +22,7 @@ by JAX's profiler, and how many they are; launches and the gaps between kernels 
 import argparse
 import functools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,6 +44,7 @@ from pallas_kernels.grouped_gemm import GemmDesc, choose_block_m
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc, config_error, quantize_and_permute
 from pallas_kernels.quantize_and_permute.config import MICROSCALING
 from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, table_for
+from pallas_kernels.tuning.layer import AnyConfig, AnyDesc, AnyKey
 from pallas_kernels.tuning.operands import random_operands
 
 CALLS = 10
@@ -72,19 +75,28 @@ def time_layer(model: str, tokens: int, options: argparse.Namespace) -> None:
             print(f"   {us:8.1f} us (gap {gap:5.1f})  {kernel}", flush=True)
 
 
+def products_to_time(key: AnyKey, tokens: int, one_row: bool) -> Iterator[tuple[int, AnyDesc, AnyConfig]]:
+    """(1 or 2, the product, how it runs), by the table or the heuristic; one_row: each candidate for tiles of a row."""
+    if one_row:
+        for number, desc in enumerate(key.products(tokens, 1), 1):
+            yield from ((number, desc, config) for config in key.candidates(desc, 1, hopper_sms()))
+        return
+    entry = table_for(device_kind()).lookup(key, tokens)
+    block_m = entry.config.block_m if entry else key.heights(tokens)[0]
+    gemms = (entry.config.gemm1, entry.config.gemm2) if entry else (None, None)
+    for number, (desc, config) in enumerate(zip(key.products(tokens, block_m), gemms, strict=True), 1):
+        yield number, desc, config or key.candidates(desc, block_m, hopper_sms())[0]
+
+
 def time_products(model: str, tokens: int, options: argparse.Namespace) -> None:
-    table, timer = table_for(device_kind()), GpuTimer()
+    timer = GpuTimer()
     for fmt in options.formats.split(","):
         key = key_of(model, fmt)
-        entry = table.lookup(key, tokens)
-        block_m = entry.config.block_m if entry else key.heights(tokens)[0]
-        gemms = (entry.config.gemm1, entry.config.gemm2) if entry else (None, None)
         rows = tokens * key.top_k
         hit = rows / rows_per_expert(tokens, key.num_experts, key.top_k)
-        for number, (desc, config) in enumerate(zip(key.products(tokens, block_m), gemms, strict=True), 1):
-            config = config or key.candidates(desc, block_m, hopper_sms())[0]
+        for number, desc, config in products_to_time(key, tokens, options.one_row):
             us = timer(desc, config, key, tokens)
-            x, w, _ = jax.eval_shape(functools.partial(random_operands, desc, block_m, key))
+            x, w, _ = jax.eval_shape(functools.partial(random_operands, desc, config.block_m, key))
             weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(w)) * hit / key.num_experts
             moved = weights + rows * (desc.k * x.dtype.itemsize + desc.n * 2)
             tflops, gbps = 2 * rows * desc.n * desc.k * desc.projections / us / 1e6, moved / us / 1e3
@@ -217,6 +229,7 @@ def main() -> int:
         part.set_defaults(action=action)
     layer.add_argument("--schemes", default="fp8_channel")
     products.add_argument("--formats", default=",".join((*FORMATS, *PACKED_FORMATS)))
+    products.add_argument("--one-row", action="store_true")
     rows.add_argument("--formats", default="none,e4m3_row,e4m3_group,int8_row")
     rows.add_argument("--rows-at-once", default="")
     rows.add_argument("--align-blocks", default="")
