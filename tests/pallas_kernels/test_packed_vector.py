@@ -133,7 +133,7 @@ def test_added_up(kind, machine, monkeypatch):
     """Slots in another order than tiles, one expert in two of them, and a tile that nobody chose; rings that hold less
     than K; columns of a CTA past N.
     """
-    monkeypatch.setattr(vector, "_RING_BYTES", 0)
+    monkeypatch.setattr(vector, "_RING_BYTES_OF_MANY", 0)
     options: dict[str, Any] = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32)
     k = 13 * KINDS[kind][0].block_k
     problem = make_problem(kind, [1, 1, 1], k=k, n=48, block_m=1, spare_tiles=1, bias="float32", **options)
@@ -155,13 +155,13 @@ def test_added_up(kind, machine, monkeypatch):
 
 def test_describes_and_refuses():
     desc = PackedDesc(rows=8, n=768, k=2048, num_experts=128, fmt=KINDS["int4 g128"][0])
-    assert choose_config(desc, 1, 132) == PackedVectorConfig(4)
+    assert choose_config(desc, 1, 132) == PackedVectorConfig(4, 4)
     assert describe(desc, PackedVectorConfig(4)).endswith("1 x 16 channels a warp, K in 4 parts, 384 CTAs")
     short = dataclasses.replace(desc, k=256)
     assert choose_config(short, 1, 132) == PackedVectorConfig(2)
     assert describe(short, PackedVectorConfig(1)).endswith("1 x 16 channels a warp, 96 CTAs")
     wide = dataclasses.replace(desc, num_experts=1, widths=(736, 32))
-    assert choose_config(wide, 1, 132) == PackedVectorConfig(4)
+    assert choose_config(wide, 1, 132) == PackedVectorConfig(4, 4)
     for change, config, match in (
         (dict(k=520), PackedVectorConfig(4), "whole blocks of 64"),
         ({}, PackedVectorConfig(3), "k_split=3: one of 1, 2, 4"),
@@ -188,26 +188,50 @@ def test_describes_and_refuses():
     refuses(NotImplementedError, "whole blocks of 64", choose_config, dataclasses.replace(desc, k=520), 1, 132)
 
 
-def test_ring_and_rounds():
-    """A warp's whole part of K where it is small, else few blocks; no last round of a few CTAs."""
-    desc = PackedDesc(rows=8, n=2048, k=7168, num_experts=32, fmt=KINDS["int4 g128"][0], scale_dtype="bfloat16")
-    gate_and_up = dataclasses.replace(desc, projections=2, activation=Activation("silu"))
-    wide = dataclasses.replace(gate_and_up, fmt=KINDS["mxfp8"][0])
-    for one, k_split, steps, slots in (
-        (gate_and_up, 4, 28, 4),
-        (dataclasses.replace(gate_and_up, k=1024), 4, 4, 4),
-        (dataclasses.replace(desc, k=2048), 4, 8, 8),
-        (dataclasses.replace(desc, k=4096), 4, 16, 4),
-        (dataclasses.replace(desc, k=4096, num_tokens=1, top_k=8), 4, 16, 4),
-        (wide, 4, 28, 3),
+def test_ring():
+    """A warp's whole part of K where it is small, else as many blocks as there is room for, or few; at least three."""
+    desc = PackedDesc(rows=8, n=2048, k=2048, num_experts=32, fmt=KINDS["int4 g128"][0], scale_dtype="bfloat16")
+    gated = dict(projections=2, activation=Activation("silu"))
+    deep, shallow = PackedVectorConfig(4), PackedVectorConfig(4, 4)
+    # Slots of 2688 bytes, 4864 of both projections, 8704 in mxfp8: 32 and 24 KiB hold 12 and 9, 6 and 5, 3 and 2.
+    for changes, steps, of_deep, of_shallow in (
+        (dict(k=256), 1, 1, 1),
+        (dict(k=2304), 9, 9, 9),
+        (dict(k=2560), 10, 10, 4),
+        (dict(k=3072), 12, 12, 4),
+        (dict(k=3328), 13, 12, 4),
+        (dict(k=3328, num_tokens=1, top_k=8), 13, 9, 4),
+        (dict(k=1280, **gated), 5, 5, 5),
+        (dict(k=1536, **gated), 6, 6, 4),
+        (dict(k=7168, **gated), 28, 6, 4),
+        (dict(k=7168, fmt=KINDS["mxfp8"][0], **gated), 28, 3, 3),
     ):
-        ring = vector.ring_of(one, PackedVectorConfig(k_split))
-        assert (ring.steps, ring.slots) == (steps, slots) and ring.ahead == slots - (slots < steps)
-    # 1024 CTAs of four warps and 512 of two; 7 are on each of 132 SMs at once. 1792, 3584 and 720 end together.
-    for n, rows, k_split in ((2048, 8, 2), (14336, 2, 4), (7168, 8, 4), (2880, 4, 4), (2048, 9, 2), (2048, 12, 4)):
-        assert choose_config(dataclasses.replace(gate_and_up, n=n, rows=rows), 1, 132) == PackedVectorConfig(k_split)
-    assert choose_config(gate_and_up, 1, 264) == PackedVectorConfig(4)  # 1024 of 1848
-    assert choose_config(dataclasses.replace(desc, num_tokens=1, top_k=8), 1, 18) == PackedVectorConfig(4)  # 128 of 126
+        for config, slots in ((deep, of_deep), (shallow, of_shallow)):
+            ring = vector.ring_of(dataclasses.replace(desc, **changes), config)
+            assert (ring.steps, ring.slots) == (steps, slots), changes
+            assert ring.ahead == slots - (slots < steps)
+
+
+def test_rounds():
+    """Few blocks where SMs have several warpgroups; no second round of a few CTAs of gate and up projections."""
+    desc = PackedDesc(rows=8, n=2048, k=7168, num_experts=32, fmt=KINDS["int4 g128"][0], scale_dtype="bfloat16")
+    gated = dict(projections=2, activation=Activation("silu"))
+    # 7 warpgroups on each of 132 SMs are 924: 1024 leave 100 for a second round, 1792 fill it, 720 have none.
+    for changes, expected in (
+        (gated, PackedVectorConfig(2, 4)),
+        (dict(k=256, **gated), PackedVectorConfig(2, 4)),  # two blocks a warp come first
+        (dict(n=14336, rows=2, **gated), PackedVectorConfig(4, 4)),
+        (dict(n=2880, rows=4, **gated), PackedVectorConfig(4, 4)),
+        (dict(n=5600, rows=4, **gated), PackedVectorConfig(4, 4)),  # 1400: the second round is half full
+        (dict(n=4096, **gated), PackedVectorConfig(4, 4)),  # 2048: of a third round
+        ({}, PackedVectorConfig(4, 4)),
+        (dict(num_tokens=1, top_k=8), PackedVectorConfig(4, 4)),
+        (dict(n=656, **gated), PackedVectorConfig(4)),  # 328 of 330
+        (dict(n=672, **gated), PackedVectorConfig(4, 4)),  # 336
+        (dict(rows=1), PackedVectorConfig(4)),
+    ):
+        assert choose_config(dataclasses.replace(desc, **changes), 1, 132) == expected, changes
+    assert choose_config(dataclasses.replace(desc, **gated), 1, 264) == PackedVectorConfig(4, 4)  # 1024 of 1848
 
 
 _GATED_DESC: dict[str, Any] = dict(projections=2, activation=Activation("silu"), bias_dtype="bfloat16")

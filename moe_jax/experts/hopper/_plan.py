@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +49,7 @@ class Plan:
 
     block_m: int
     products: tuple[AnyDesc, AnyDesc]
-    configs: tuple[AnyConfig | None, AnyConfig | None]
+    configs: tuple[AnyConfig | PackedVectorConfig | None, AnyConfig | PackedVectorConfig | None]
     source: str
     requantize: str = "none"
     unpermuted: bool = False
@@ -118,11 +119,13 @@ def make_plan(
         first, second = found.products
         assert isinstance(second, PackedDesc), "of packed weights"
         adding = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
-        is_whole = weights.num_experts >= config.num_experts and kernels == "hopper"
-        if is_whole and key.config_error(adding, PackedVectorConfig(4)) is None:
+        is_whole, configs = weights.num_experts >= config.num_experts, (None, None)
+        if kernels == "hopper" and is_whole and key.config_error(adding, PackedVectorConfig(4)) is None:
             second = adding if packed_gemm.adds_up_at_once(adding, hopper_sms()) else second
         if not any(key.config_error(desc, PackedVectorConfig(4)) for desc in (first, second)):
-            return dataclasses.replace(found, products=(first, second))
+            if kernels == "hopper" and not is_whole:
+                configs = _vectors_of_shard(config, weights, first), _vectors_of_shard(config, weights, second)
+            return dataclasses.replace(found, products=(first, second), configs=configs)
 
     entry = table_for(hopper_gpu()).lookup(key, planned) if kernels == "hopper" else None
     source = "by the heuristic"
@@ -147,6 +150,16 @@ def make_plan(
         configs = (choose(first, block_m, num_sms), choose(second, block_m, num_sms))
         source += f", pinned to {planned} tokens"
     return plan(block_m, configs, source)
+
+
+def _vectors_of_shard(config: MoEConfig, weights: ExpertWeights, desc: Any) -> PackedVectorConfig:
+    """How a shard of the experts multiplies a token by itself: chosen for its share of the rows, since the other tiles
+    are out of use."""
+    own = math.ceil(config.top_k * weights.num_experts / config.num_experts)
+    few = dataclasses.replace(desc, rows=min(own, desc.rows))
+    chosen = packed_gemm.choose_config(few, PackedVectorConfig.block_m, hopper_sms())
+    assert isinstance(chosen, PackedVectorConfig), "tiles of one row"
+    return chosen
 
 
 def _requantizing(

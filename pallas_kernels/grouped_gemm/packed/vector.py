@@ -11,9 +11,10 @@ from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 
 CHANNELS = 16  # of a warp: the rows of one mma.sync
 ROW_PIECES = 8  # of 16 bytes of a row of x, with which a block is multiplied
-_RING_BYTES = 24 << 10  # of a warpgroup: eight of an SM have room for that
-_SLOTS = 4  # where a warp's part of K does not fit; with more under way its first block would come later
-_AT_ONCE = 7  # warpgroups of an SM, by their registers
+_RING_BYTES = 32 << 10  # of a warpgroup: six of an SM have room for that
+_RING_BYTES_OF_MANY = 24 << 10  # eight have
+_MANY, _BLOCKS_OF_MANY = 2.5, 4  # warpgroups an SM, from which on each warp has so few blocks under way
+_AT_ONCE = 7  # warpgroups on an SM that multiply gate and up projections, by their registers
 _SPLITS = (4, 2, 1)  # preferred ones first
 MOST_ROWS = 8  # of a token that are added up, by a warpgroup each: at 64 registers a thread they take all of an SM's
 
@@ -25,9 +26,11 @@ class PackedVectorConfig:
     A CTA is one warpgroup, or one for each row of a token, which it adds up.
 
     k_split: how many warps share their channels, each with its part of K.
+    most_blocks: of K that a warp has under way, if these are not all; None for as many as there is room for.
     """
 
     k_split: int
+    most_blocks: int | None = None
     block_m: ClassVar[int] = 1
 
     @property
@@ -63,15 +66,17 @@ def sums_of_block(fmt: PackedFormat) -> int:
 
 
 def ring_of(desc: PackedDesc, config: PackedVectorConfig) -> Ring:
-    """As deep as a warp's part of K where there is room for it, else ``_SLOTS``; three where blocks are large."""
+    """As deep as a warp's part of K where there is room for it, else as ``config`` says; at least three."""
     fmt, number = desc.fmt, sums_of_block(desc.fmt)
     words = (words_a_thread(fmt) * LANES + fmt.scale_words // WARPS) // 4
     scales = number * jnp.dtype(desc.scale_dtype).itemsize if fmt.scale == "group" else 0
     zeros = number * jnp.dtype(fmt.operand).itemsize if fmt.has_zero_point else 0
     steps = -(-(desc.k // fmt.block_k) // config.k_split)
     of_slot = WARPS * 16 * (desc.projections * (words + scales + zeros) + ROW_PIECES)
-    room = _RING_BYTES // of_slot
-    slots = steps if steps <= room else min(steps, max(3, min(room, _SLOTS)))
+    room = (_RING_BYTES_OF_MANY if desc.top_k or config.most_blocks else _RING_BYTES) // of_slot
+    if room < steps:
+        room = max(3, min(room, config.most_blocks or room))
+    slots = min(steps, room)
     return Ring(steps, slots, slots if slots == steps else slots - 1, words, scales, zeros)
 
 
@@ -107,22 +112,27 @@ def adds_up_at_once(desc: PackedDesc, num_sms: int) -> bool:
 
 
 def vector_candidates(desc: PackedDesc, num_sms: int) -> list[PackedVectorConfig]:
-    """Configurations that can run ``desc``, preferred ones first: as many warps share K as have two blocks each, but
-    fewer where most SMs would wait for a few CTAs of a last round.
+    """Configurations that can run ``desc``, preferred ones first: as many warps share K as have two blocks each, and
+    two, not four, where gate and up projections would leave few CTAs for a second round.
 
-    DeepSeek-V3's gate and up projections, 1024 CTAs with four warps and 512 with two, take 0.91 to 0.95 of the time
-    with two (H200).
+    Those of DeepSeek-V3, 1024 CTAs with four warps and 512 with two, take 0.91 to 0.95 of the time with two (H200).
+    Where SMs have several warpgroups, more blocks than four under way delay the first one: four take 0.87 to 1.01 of
+    the time of whole layers.
     """
-    fitting = [config for config in map(PackedVectorConfig, _SPLITS) if vector_error(desc, config) is None]
 
-    def is_ragged(config: PackedVectorConfig) -> bool:
-        ctas, round_ = desc.rows * -(-desc.n // config.block_n), _AT_ONCE * num_sms
-        return not desc.top_k and round_ < ctas and 0 < ctas % round_ < round_ // 2
+    def of_sm(k_split: int) -> float:
+        """Warpgroups."""
+        return desc.rows * -(-desc.n // PackedVectorConfig(k_split).block_n) / num_sms
 
-    def preference(config: PackedVectorConfig) -> tuple[bool, bool]:
-        return desc.k < 2 * config.k_split * desc.fmt.block_k, is_ragged(config)
+    def is_second_choice(k_split: int) -> bool:
+        is_ragged = desc.projections > 1 and k_split == 4 and 1 < of_sm(k_split) / _AT_ONCE < 1.5
+        return is_ragged or desc.k < 2 * k_split * desc.fmt.block_k
 
-    return sorted(fitting, key=preference)
+    found = [
+        PackedVectorConfig(k_split, _BLOCKS_OF_MANY if of_sm(k_split) >= _MANY else None)
+        for k_split in sorted(_SPLITS, key=is_second_choice)
+    ]
+    return [config for config in found if vector_error(desc, config) is None]
 
 
 def describe_vector(desc: PackedDesc, config: PackedVectorConfig) -> str:

@@ -12,6 +12,7 @@ from moe_jax.experts.hopper import _experts as hopper_experts
 from moe_jax.experts.hopper import _plan as hopper_plan
 from moe_jax.experts.hopper._kernel_layout import to_kernel_layout
 from moe_jax.quantization import method_for
+from pallas_kernels.grouped_gemm.packed import PackedVectorConfig
 from tests.support.cases import experts as cases
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.oracles.layer_judge import assert_layer_close
@@ -205,6 +206,28 @@ def test_packed_rows_are_added_up_where_all_ctas_run_at_once():
         with on_hopper():
             plan = hopper_plan.make_plan(dataclasses.replace(config, num_experts=experts), held, 1)
         assert (plan.block_m, plan.adds_up) == (1, adds_up)
+
+
+def test_packed_products_of_a_shard():
+    """As many CTAs are expected as its part of the rows has, and with few of them warps read far ahead."""
+    sizes = dict(num_experts=32, top_k=8, hidden_size=7168, intermediate_size=2048, dtype="bfloat16")
+    config = cases.make_config("w4a16_g128", **sizes)
+    weights = method_for(config.scheme).abstract_weights(config)
+    held = jax.eval_shape(lambda weights: to_kernel_layout(weights, config), weights)
+    deep, shallow = PackedVectorConfig(4), PackedVectorConfig(4, 4)
+    for experts, expected in (
+        (32, (None, None)),
+        (33, (PackedVectorConfig(2, 4), shallow)),  # eight rows of 1024 and 3584 CTAs
+        (96, (shallow, shallow)),  # three
+        (256, (deep, shallow)),  # one row, of 128 and 448 CTAs
+    ):
+        shard = dataclasses.replace(config, num_experts=experts)
+        with on_hopper():
+            plan = hopper_plan.make_plan(shard, held, 1)
+            described = hopper_plan.describe_products(plan, held)
+        assert plan.configs == expected and not plan.adds_up
+        assert ("K in 2 parts" in described[0]) == (experts <= 33)
+        assert hopper_plan.make_plan(shard, held, 1, "reference").configs == (None, None)
 
 
 def test_packed_weights_explained():
