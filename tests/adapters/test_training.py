@@ -19,6 +19,7 @@ SIZES = dict(vocab_size=64, hidden_size=64, moe_intermediate_size=32, intermedia
 DECAY, ROWS, LENGTH, RANK, ALPHA = 0.01, 4, 24, 4, 8
 # At higher rates a rounding sends a token to other experts some time, and from there on losses part, torch's own too.
 RATES = {nnx.Param: 3e-3, moe_jax.LoRAParam: 5e-3}
+EPSILON = 1e-5  # of AdamW: gradients that are rounding alone move nothing
 TARGETS = ("w13", "w2", "attention")
 
 
@@ -47,7 +48,7 @@ def batches(steps):
 
 
 def losses_here(model, kind, steps, balance=0.0):
-    optimizer = nnx.Optimizer(model, optax.adamw(RATES[kind], weight_decay=DECAY), wrt=kind)
+    optimizer = nnx.Optimizer(model, optax.adamw(RATES[kind], eps=EPSILON, weight_decay=DECAY), wrt=kind)
 
     @nnx.jit
     def step(model, optimizer, ids):
@@ -66,7 +67,7 @@ def losses_here(model, kind, steps, balance=0.0):
 
 def losses_of_transformers(model, kind, steps, balance=0.0):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATES[kind], weight_decay=DECAY)
+    optimizer = torch.optim.AdamW(trained, lr=RATES[kind], eps=EPSILON, weight_decay=DECAY)
     losses = []
     for ids in batches(steps):
         tokens = torch.tensor(ids, dtype=torch.long)

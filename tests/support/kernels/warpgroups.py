@@ -198,7 +198,9 @@ def _copy_out(source: Memory, target: Memory, predicate: Any = None) -> None:
 
 def _multiply(sums: Sums, left: Any, right: Memory) -> None:
     left = left.array if isinstance(left, Memory) else np.asarray(left)
-    sums.value = sums.value + left.astype(np.float32) @ right.array.astype(np.float32)
+    # By way of float64: in float32 a column's bits depend on the number of columns on some CPUs.
+    product = left.astype(np.float64) @ right.array.astype(np.float64)
+    sums.value = sums.value + product.astype(np.float32)
 
 
 def _now(array: np.ndarray) -> jax.Array:
