@@ -11,7 +11,7 @@ kernel by JAX's profiler, and the median gap in front of it. Random weights, eac
 
 products: both grouped GEMMs by the tuning table, or by the first candidate, timed as autotune does. TFLOP/s over the
 routed rows, GB/s over weights of the experts that uniform routing hits, rows in and out, and the larger of the two as a
-fraction of the machine's measured limit. --one-row: each way to multiply tiles of one row, as one token has them.
+fraction of the machine's measured limit. --one-row: one token alone, each way to multiply its tiles of one row.
 
 rows: quantize_and_permute, combine and align, beside the bytes they must move. --rows-at-once and --align-blocks time
 the kernels' forms side by side, where they can run, instead of the one chosen. Of microscaling formats also "by XLA":
@@ -235,8 +235,9 @@ def main() -> int:
     rows.add_argument("--align-blocks", default="")
     options = parser.parse_args()
     print(header(), flush=True)
+    is_one_token = options.action is time_products and options.one_row
     for model in options.models.split(","):
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in [1] if is_one_token else map(int, options.tokens.split(",")):
             options.action(model, tokens, options)
     return 0
 
