@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 
-from tests.support.checkpoints.vllm_formats import FORMATS, NOT_CONVERTED
+from tests.support.checkpoints.vllm_formats import FORMATS
 
-# Checkpoints in blocks as they are published: attention too, but no router and no head.
-_FP8_BLOCK_DENSE = FORMATS["fp8_block"].config | dict(
-    modules_to_not_convert=[name for name in NOT_CONVERTED if "self_attn" not in name]
-)
+
+def _with_attention(form: str, ignored: str) -> dict[str, Any]:
+    """The config of checkpoints as they are published: attention is quantized too, but no router and no head."""
+    config = FORMATS[form].config
+    return config | {ignored: [name for name in config[ignored] if "self_attn" not in name]}
+
+
 # Formats -> quantization_config; but for "_dense", attention stays in 16 bits on both sides.
 QUANTIZATION: dict[str, Any] = {
     "bf16": None,
     "fp8_channel": FORMATS["ct_fp8_channel"].config,
+    "fp8_channel_dense": _with_attention("ct_fp8_channel", "ignore"),
     "fp8_block": FORMATS["fp8_block"].config,
-    "fp8_block_dense": _FP8_BLOCK_DENSE,
+    "fp8_block_dense": _with_attention("fp8_block", "modules_to_not_convert"),
     "w4a16_g128": FORMATS["ct_w4a16_g128"].config,
     "mxfp4": dict(
         quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "model.layers.*.mlp.router"]

@@ -37,6 +37,7 @@ HERE = Path(__file__).resolve().parent
 CASES = "qwen3-30b-a3b:fp8_channel,qwen3-30b-a3b:fp8_block,qwen3-30b-a3b:w4a16_g128,gpt-oss-120b:mxfp4"
 BACKENDS = {
     "fp8_channel": ("auto", "triton"),
+    "fp8_channel_dense": ("auto", "triton"),
     "fp8_block": ("deep_gemm", "triton"),
     "fp8_block_dense": ("deep_gemm", "triton"),
     "w4a16_g128": ("auto",),
