@@ -56,6 +56,7 @@ class Cell:
     has_sinks: bool = False
     is_ragged: bool = False
     others: int | None = None
+    is_e4m3: bool = False
 
     @property
     def is_latent(self) -> bool:
@@ -65,7 +66,8 @@ class Cell:
     @property
     def desc(self) -> DecodeDesc:
         sizes = (self.batch, 1, self.slots, self.heads, self.kv_heads, self.width, self.value_width)
-        return DecodeDesc(*sizes, "bfloat16", self.width**-0.5, self.window, self.has_sinks, self.is_latent)
+        options = (self.window, self.has_sinks, self.is_latent, self.is_e4m3)
+        return DecodeDesc(*sizes, "bfloat16", self.width**-0.5, *options)
 
 
 def _of(name: str, batch: int, tokens: int, shape: tuple[int, ...], **options: Any) -> Cell:
@@ -75,11 +77,17 @@ def _of(name: str, batch: int, tokens: int, shape: tuple[int, ...], **options: A
 
 QWEN, GPT, MLA = (32, 4, 128, 128), (64, 8, 64, 64), (128, 1, 576, 512)
 ONE = dataclasses.replace(FEW, ctas_per_sm=1)
-TWO = dataclasses.replace(FEW, block_kv=64, ctas_per_sm=2)
+TWO = dataclasses.replace(FEW, ctas_per_sm=2)
+STEPS_OF_64, STEPS_OF_128 = (dataclasses.replace(FEW, block_kv=slots) for slots in (64, 128))
 LONG = dataclasses.replace(FEW, doubles_at=(2048, 6144))
 ONE_SPLIT = dataclasses.replace(FEW, split=1 << 17, doubles_at=())
 CELLS: list[tuple[Cell, tuple[Way, ...]]] = [
-    *[(_of("qwen3", batch, 1024, QWEN), (None, ONE, TWO, BY_XLA)) for batch in (1, 16, 64, 256)],
+    *[(_of("qwen3", batch, 1024, QWEN), (None, ONE, TWO, STEPS_OF_128, BY_XLA)) for batch in (1, 16, 64, 256)],
+    *[
+        (_of("qwen3 in e4m3", *sizes, QWEN, is_e4m3=True), (STEPS_OF_64, STEPS_OF_128))
+        for sizes in ((1, 8192), (16, 1024), (64, 1024), (64, 8192))
+    ],
+    *[(_of("16 heads a key head", 64, tokens, (64, 4, 128, 128)), (None, ONE, TWO)) for tokens in (1024, 8192)],
     *[(_of("qwen3", batch, 8192, QWEN), (None, ONE, TWO, LONG, BY_XLA)) for batch in (1, 16, 64)],
     (_of("qwen3", 1, 32768, QWEN), (None, ONE, TWO, BY_XLA)),
     *[
@@ -136,7 +144,8 @@ def measure(cell: Cell, ways: tuple[Way, ...], lock: str) -> None:
     import jax.numpy as jnp
     from _trace import NO_COMMAND_BUFFERS, PAUSE, medians_alone, split, traced
 
-    row_bytes = 2 * cell.kv_heads * (cell.width + (0 if cell.is_latent else cell.value_width))
+    itemsize = 1 if cell.is_e4m3 else 2
+    row_bytes = itemsize * cell.kv_heads * (cell.width + (0 if cell.is_latent else cell.value_width))
     counts = np.full(cell.batch, cell.length, np.int32)
     if cell.others is not None:
         counts[1:] = cell.others
@@ -151,7 +160,10 @@ def measure(cell: Cell, ways: tuple[Way, ...], lock: str) -> None:
 
     q, sinks = normal(cell.batch, 1, cell.heads, cell.width), normal(cell.heads) if cell.has_sinks else None
     widths = (cell.width,) if cell.is_latent else (cell.width, cell.value_width)
-    layers = [[normal(cell.batch, cell.kv_heads, cell.slots, width) for width in widths] for _ in range(number)]
+    stored = jnp.float8_e4m3fn if cell.is_e4m3 else jnp.bfloat16
+    layers = [
+        [normal(cell.batch, cell.kv_heads, cell.slots, width).astype(stored) for width in widths] for _ in range(number)
+    ]
     lengths = jnp.asarray(counts)
     rows = (jnp.zeros_like(lengths), lengths, lengths - 1)
     programs = {}
@@ -188,6 +200,8 @@ def _words(form: DecodeForm | None) -> str:
 
 
 def _hopper(form: Way, cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> Any:
+    import jax.numpy as jnp
+
     from pallas_kernels.decode_attention import decode_attention
 
     if isinstance(form, str):
@@ -198,6 +212,7 @@ def _hopper(form: Way, cell: Cell, sinks: Any, q: Any, k: Any, *rest: Any) -> An
     options: dict[str, Any] = dict(scale=cell.width**-0.5, window=cell.window, sinks=sinks, config=config)
     arrays: Any = (q, k, None, *rest) if cell.is_latent else (q, k, *rest)
     options |= dict(value_width=cell.value_width) if cell.is_latent else {}
+    options |= dict(scales=(jnp.ones(()), jnp.ones(()))) if cell.is_e4m3 else {}
     return decode_attention(*arrays, implementation="hopper", **options)
 
 

@@ -4,18 +4,18 @@ A work item is one split of the cache of one key head of one row: ``split`` slot
 steps of block_kv. Products are transposed: keys are the rows of wgmma, the queries of the key head's heads its columns,
 so few heads fill it. What has no slot in use is not loaded: steps, and pieces of COPIED slots of the others.
 
-    producer      for each item: queries, then for each stage of each step: keys, values
+    producer      for each item: queries, then for each step: keys, values
     consumer      for each item, for each step
                       S^T = K Q^T, masked; keys handed back
                       m = max(m, S), P = exp2(S - m), l = l exp2(m before - m) + P -> P in shared memory
                       O^T = O^T exp2(m before - m) + V^T P^T; values handed back
                   after the last step: O, m, l -> partial sums of the item
 
-Keys and values have a ring each, whose stages hold 64 slots. So two CTAs may fit in an SM, and one loads while the
-other multiplies; a step, which is part of a row's bits, has 128 slots all the same.
+Keys and values have a ring each, with a step in a stage. Steps of 64 slots let two CTAs fit in an SM, where one loads
+while the other multiplies. How long steps are is part of a row's bits.
 
 wgmma knows no product of 16-bit numbers and e4m3. Of a cache in e4m3 the producer loads the codes into rings of their
-own, a step in each stage, and a third warpgroup writes them as 16-bit numbers into the rings that the consumer reads.
+own, and a third warpgroup writes them as 16-bit numbers into the rings that the consumer reads.
 The scale of keys goes into that of the scores, the one of values into the output.
 
 A second launch adds the partial sums of a tile's splits, in their order (combine_sm90.py). A split's slots do not
@@ -41,7 +41,7 @@ from pallas_kernels.common import mosaic
 from pallas_kernels.common.pages import PAGE_SLOTS
 from pallas_kernels.common.sm90 import WARPS
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
-from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc, stage_slots
+from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items
 from pallas_kernels.decode_attention.outputs_sm90 import FLOOR, LOG2_E, Columns, added, outputs_of, store_tile
 from pallas_kernels.decode_attention.schedule import Schedule, seen
@@ -71,11 +71,10 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc | None
     dtype, columns, block = jnp.dtype(desc.dtype), config.columns, config.block_kv
     tiled = mosaic.tiled(dtype, 128)
     items, stages = config.all_tiles(desc) * config.num_splits(desc), _stages(desc, config)
-    held = stage_slots(desc, config)
-    copies = held // COPIED  # of the keys of a stage
+    copies = block // COPIED  # of the keys of a step
     scratch: dict[str, Any] = dict(
         q=plgpu.SMEM((2, columns, desc.width), dtype, transforms=tiled),
-        k=plgpu.SMEM((stages, held, desc.width), dtype, transforms=tiled),
+        k=plgpu.SMEM((stages, block, desc.width), dtype, transforms=tiled),
         weights=plgpu.SMEM((columns, block), dtype, transforms=tiled),
         q_full=plgpu.Barrier(num_barriers=2),
         q_empty=plgpu.Barrier(num_barriers=2),
@@ -88,12 +87,12 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc | None
     if config.whole_tiles:
         scratch["maxima"] = plgpu.SMEM((WARPS * columns,), jnp.int32)
     if not desc.is_latent:
-        scratch["v"] = plgpu.SMEM((stages, held, desc.value_width), dtype, transforms=tiled)
+        scratch["v"] = plgpu.SMEM((stages, block, desc.value_width), dtype, transforms=tiled)
         scratch["v_full"] = plgpu.Barrier(num_barriers=stages, num_arrivals=1 if desc.is_e4m3 else copies)
         scratch["v_empty"] = plgpu.Barrier(num_barriers=stages)
     if desc.is_e4m3:
         for name, width in (("k", desc.width), ("v", desc.value_width)):
-            scratch[f"codes_{name}"] = plgpu.SMEM((config.num_stages, held, width), jnp.float8_e4m3fn)
+            scratch[f"codes_{name}"] = plgpu.SMEM((config.num_stages, block, width), jnp.float8_e4m3fn)
             scratch[f"codes_{name}_full"] = plgpu.Barrier(num_barriers=config.num_stages, num_arrivals=copies)
             scratch[f"codes_{name}_empty"] = plgpu.Barrier(num_barriers=config.num_stages)
     stats = jax.ShapeDtypeStruct((items, columns), jnp.float32)
@@ -132,22 +131,19 @@ def _kernel(
     outputs, s = rest, scratch
     parts = [(first, min(PART, desc.value_width - first)) for first in range(0, desc.value_width, PART)]
     block_kv, stages, num_columns = config.block_kv, config.num_stages, desc.num_slots // PAGE_SLOTS
-    held = stage_slots(desc, config)
-    parts_of_step = range(block_kv // held)
     from_cache = "codes_" if desc.is_e4m3 else ""  # of the rings that the producer fills
     cached = [("k", k)] if v is None else [("k", k), ("v", v)]
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
     work = Items(desc, config, cta, starts, lengths, first_slots, schedule)
 
-    def stages_of(step: Scalar) -> list[Scalar]:
-        """Of the consumer's rings, those that a step takes."""
-        size = jnp.int32(_stages(desc, config))
-        return [lax.rem(step * len(parts_of_step) + part, size) for part in parts_of_step]
+    def stage_of(step: Scalar) -> Scalar:
+        """The stage of the consumer's rings that a step takes."""
+        return lax.rem(step, jnp.int32(_stages(desc, config)))
 
     def load(cached: TileRef, item: Item, begin: Any, memory: TileRef, full: TileRef) -> None:
-        """The slots of a stage from ``begin`` on. What the memory held before stays in pieces outside of the row: keys
+        """The slots of a step from ``begin`` on. What the memory held before stays in pieces outside of the row: keys
         are masked, values cleared."""
-        for first in range(0, held, COPIED):
+        for first in range(0, block_kv, COPIED):
             slot = pl.multiple_of(begin + first, COPIED)
             if pages is None:
                 source = cached.at[item.row, item.head, pl.ds(slot, COPIED)]
@@ -171,17 +167,15 @@ def _kernel(
         queries = q.at[item.row, item.head, pl.ds(item.column, config.columns)]
         plgpu.copy_gmem_to_smem(queries, s["q"].at[place], s["q_full"].at[place])
 
-        before = steps * len(parts_of_step)
-
-        def one_stage(i, _):
-            stage = lax.rem(before + i, jnp.int32(stages))
+        def one_step(i, _):
+            stage = lax.rem(steps + i, jnp.int32(stages))
             for name, source in cached:
                 memory, full, empty = (s[f"{from_cache}{name}{end}"].at[stage] for end in ("", "_full", "_empty"))
-                pl.when(before + i >= stages)(functools.partial(plgpu.barrier_wait, empty))
-                load(source, item, item.first_step * block_kv + i * held, memory, full)
+                pl.when(steps + i >= stages)(functools.partial(plgpu.barrier_wait, empty))
+                load(source, item, (item.first_step + i) * block_kv, memory, full)
             return 0
 
-        lax.fori_loop(0, item.num_steps * len(parts_of_step), one_stage, 0)
+        lax.fori_loop(0, item.num_steps, one_step, 0)
 
     def drain(barriers: str, size: int, count: Scalar) -> None:
         """Leave no completed phase unobserved."""
@@ -196,7 +190,7 @@ def _kernel(
         del items
 
         def one_step(i, _):
-            (stage,), codes = stages_of(steps + i), lax.rem(steps + i, jnp.int32(stages))
+            stage, codes = stage_of(steps + i), lax.rem(steps + i, jnp.int32(stages))
             for name, _ in cached:
                 wait = functools.partial(plgpu.barrier_wait, s[f"{name}_empty"].at[stage])
                 pl.when(steps + i >= WIDE_STAGES)(wait)
@@ -210,64 +204,47 @@ def _kernel(
         lax.fori_loop(0, item.num_steps, one_step, 0)
 
     def consume(item: Item, items: Scalar, steps: Scalar) -> None:
-        place, shape = lax.rem(items, jnp.int32(2)), (held, config.columns)
+        place, shape = lax.rem(items, jnp.int32(2)), (block_kv, config.columns)
         plgpu.barrier_wait(s["q_full"].at[place])
         factor = jnp.float32(desc.scale * LOG2_E)
         factor = factor if scales is None else factor * scales[0]
 
-        def multiply(*groups: list[tuple[TileRef, TileRef]]) -> list[Value]:
-            """Of each group the sum of left right^T, all waited for; left (rows, K) or its transposed view, right
-            (C, K)."""
+        def multiply(left: TileRef, right: TileRef) -> Value:
+            """left right^T, waited for; left (rows, K) or its transposed view, right (C, K)."""
 
-            def scope(*accumulators):
-                for accumulator, products in zip(accumulators, groups, strict=True):
-                    for left, right in products:
-                        plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
-                return [accumulator[...] for accumulator in accumulators]
+            def scope(accumulator):
+                plgpu.wgmma(accumulator, left, right.transpose((1, 0)))
+                return accumulator[...]
 
-            kinds = [mosaic.Accumulator((group[0][0].shape[0], config.columns), jnp.float32) for group in groups]
-            return pl.run_scoped(scope, *kinds)
+            return pl.run_scoped(scope, mosaic.Accumulator((left.shape[0], config.columns), jnp.float32))
 
         def one_step(i, carry):
             sums, top, total = carry
-            taken, first_slot = stages_of(steps + i), (item.first_step + i) * block_kv
-            first_slots = [first_slot + part * held for part in parts_of_step]
-            for stage in taken:
-                plgpu.barrier_wait(s["k_full"].at[stage])
-            scores = multiply(*([(s["k"].at[stage], s["q"].at[place])] for stage in taken))
+            stage, first = stage_of(steps + i), (item.first_step + i) * block_kv
+            plgpu.barrier_wait(s["k_full"].at[stage])
+            scores = multiply(s["k"].at[stage], s["q"].at[place])
             if v is not None:
-                for stage in taken:
-                    plgpu.barrier_arrive(s["k_empty"].at[stage])
-            scores = [
-                _masked(desc, item, first, value * factor) for first, value in zip(first_slots, scores, strict=True)
-            ]
-            new_top = lax.max(top, jnp.max(functools.reduce(lax.max, scores), axis=0))
-            weights = [jnp.exp2(value - lax.broadcast_in_dim(new_top, shape, [1])) for value in scores]
+                plgpu.barrier_arrive(s["k_empty"].at[stage])
+            scores = _masked(desc, item, first, scores * factor)
+            new_top = lax.max(top, jnp.max(scores, axis=0))
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, shape, [1]))
             shrink = jnp.exp2(top - new_top)
-            for part, value in zip(parts_of_step, weights, strict=True):
-                rounded = plgpu.layout_cast(value.astype(desc.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                s["weights"].at[:, pl.ds(part * held, held)].transpose((1, 0))[...] = rounded
+            rounded = plgpu.layout_cast(weights.astype(desc.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            s["weights"].transpose((1, 0))[...] = rounded
             plgpu.commit_smem()
-            total = total * lax.broadcast_in_dim(shrink, shape, [1]) + functools.reduce(jnp.add, weights)
-            values = []
-            for stage, first in zip(taken, first_slots, strict=True):
-                if v is None:
-                    values.append(s["k"].at[stage, :, pl.ds(0, desc.value_width)])
-                else:
-                    plgpu.barrier_wait(s["v_full"].at[stage])
-                    values.append(s["v"].at[stage])
-                is_cut = (first < item.start) | (first + held > item.length)
-                pl.when(is_cut)(functools.partial(_clear, values[-1], item.start - first, item.length - first))
+            total = total * lax.broadcast_in_dim(shrink, shape, [1]) + weights
+            if v is None:
+                values = s["k"].at[stage, :, pl.ds(0, desc.value_width)]
+            else:
+                plgpu.barrier_wait(s["v_full"].at[stage])
+                values = s["v"].at[stage]
+            is_cut = (first < item.start) | (first + block_kv > item.length)
+            pl.when(is_cut)(functools.partial(_clear, values, item.start - first, item.length - first))
             added = []
-            for (first, size), own in zip(parts, sums, strict=True):
-                products = [
-                    (value.at[:, pl.ds(first, size)].transpose((1, 0)), s["weights"].at[:, pl.ds(part * held, held)])
-                    for part, value in zip(parts_of_step, values, strict=True)
-                ]
-                (more,) = multiply(products)
+            for (start, size), own in zip(parts, sums, strict=True):
+                more = multiply(values.at[:, pl.ds(start, size)].transpose((1, 0)), s["weights"])
                 added.append(own * lax.broadcast_in_dim(shrink, own.shape, [1]) + more)
-            for stage in taken:
-                plgpu.barrier_arrive(s["k_empty" if v is None else "v_empty"].at[stage])
+            plgpu.barrier_arrive(s["k_empty" if v is None else "v_empty"].at[stage])
             return tuple(added), new_top, total
 
         def no_sums() -> tuple[Value, ...]:
@@ -338,7 +315,7 @@ def _kernel(
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
         items, steps = work.for_each(produce)
         for name, _ in cached:
-            drain(f"{from_cache}{name}_empty", stages, steps * len(parts_of_step))
+            drain(f"{from_cache}{name}_empty", stages, steps)
         drain("q_empty", 2, items)
 
     @pl.when(warpgroup == 0)
@@ -367,7 +344,7 @@ def _joined(before: Part, part: Part) -> Part:
 
 
 def _clear(values: TileRef, begin: Scalar, end: Scalar) -> None:
-    """Zero the rows of a stage's values outside [begin, end): they may hold anything, and 0 * NaN is NaN."""
+    """Zero the rows of a step's values outside [begin, end): they may hold anything, and 0 * NaN is NaN."""
     rows, width = values.shape
     for first, column in itertools.product(range(0, rows, 64), range(0, width, 64)):
         part = values.at[pl.ds(first, 64), pl.ds(column, 64)]

@@ -207,7 +207,7 @@ def test_config_error():
         (dict(block_kv=96), "block_kv=96"),
         (dict(split=192), "split=192: a multiple of block_kv=128"),
         (dict(num_stages=7), "bytes of shared memory"),
-        (dict(num_stages=1), "at least the stages of a step"),
+        (dict(num_stages=0), "at least one stage"),
         (dict(columns=12), "columns=12"),
         (dict(columns=64, num_stages=1), "columns=64: too many registers"),
         (dict(runs=True, columns=24, block_kv=64, num_stages=2), "added up by a CTA with columns=24"),

@@ -149,7 +149,7 @@ def decode_cases() -> Iterator[Case]:
         ("of three queries", (64, 64), dict(num_queries=3, window=150)),
         ("of codes", (128, 128), dict(is_e4m3=True)),
     ):
-        desc = decode_desc(*widths, batch=64, **own)
+        desc = decode_desc(*widths, batch=132, **own)
         config = in_two_launches(desc)
         assert config.runs
         yield decode_case(f"runs {name}", desc, config)
