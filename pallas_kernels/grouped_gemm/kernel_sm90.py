@@ -27,7 +27,7 @@ from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig
 from pallas_kernels.grouped_gemm.packed.vector_sm90 import packed_gemv_sm90
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop, Scratch, produce
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc
-from pallas_kernels.grouped_gemm.scheduler_sm90 import launch, run_tiles
+from pallas_kernels.grouped_gemm.scheduler_sm90 import launch, likely_row, run_tiles
 from pallas_kernels.grouped_gemm.vector import VectorConfig
 from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 
@@ -71,13 +71,15 @@ def _kernel(desc: Any, config: Any, main_loop: MainLoop, *refs: TileRef, **alloc
     names = desc.operand_names
     operands = dict(zip(names, refs, strict=False))
     warpgroup = lax.axis_index("warpgroup")
-    # A value >= 0 that is read on the device hides the number of steps from LLVM, which unrolls loops of up to about
-    # eight: 32 TMA copies in the producer, and spills in both roles.
     parts = desc.k_parts if isinstance(desc, GemmDesc) else 1
-    steps = -(-desc.k // (parts * config.block_k(desc)))
+    steps, column_tiles = -(-desc.k // (parts * config.block_k(desc))), -(-desc.n // config.block_n)
+    # Read here, the first tile's expert comes while the number of tiles does, and then out of L1. And a value >= 0 that
+    # is read on the device hides the number of steps from LLVM, which unrolls loops of up to about eight: 32 TMA copies
+    # in the producer, and spills in both roles.
+    expert = operands["tile_expert"][likely_row(config, operands["tile_expert"].shape[0], column_tiles)]
 
     def hidden(number):
-        return lax.min(jnp.int32(number), operands["num_tiles"][0] + number)
+        return lax.min(jnp.int32(number), lax.max(expert, 0) + number)
 
     behind = hidden(main_loop.epilogue_steps) if main_loop.epilogue_steps else None
     scratch = Scratch(**allocated)
@@ -87,7 +89,7 @@ def _kernel(desc: Any, config: Any, main_loop: MainLoop, *refs: TileRef, **alloc
         config,
         operands["tile_expert"],
         operands["num_tiles"],
-        -(-desc.n // config.block_n),
+        column_tiles,
         cta.all_steps,
         registers=main_loop.registers,
         produce=functools.partial(produce, cta, main_loop),

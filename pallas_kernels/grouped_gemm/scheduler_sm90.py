@@ -91,12 +91,8 @@ def run_tiles(
     warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("block")
     row_tiles = num_row_tiles[0]
     cluster, clusters = config.cluster, config.num_sms // config.cluster
-    row_groups, column_groups, raster_group_m = row_tiles, column_tiles, config.raster_group_m
-    if config.shares_weights:
-        row_groups = lax.div(row_tiles + (cluster - 1), jnp.int32(cluster))
-        raster_group_m = max(raster_group_m // cluster, 1)
-    else:
-        column_groups = -(-column_tiles // cluster)
+    rows_of_cluster, column_groups, raster_group_m = _walk(config, column_tiles)
+    row_groups = lax.div(row_tiles + (rows_of_cluster - 1), jnp.int32(rows_of_cluster))
     num_tiles = tiles_of_cta(cta, row_groups * column_groups, clusters)
 
     def tile(t, first_step):
@@ -124,6 +120,21 @@ def run_tiles(
 
         lax.fori_loop(0, num_tiles, one_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
+
+
+def likely_row(config: GemmConfig | PackedConfig, row_tiles: int, column_tiles: int) -> Scalar:
+    """Row tile that this CTA begins with, unless its raster group is one that ``row_tiles`` in use do not fill. It is
+    known before their number is."""
+    rows_of_cluster, column_groups, raster_group_m = _walk(config, column_tiles)
+    row, _ = tile_index(lax.axis_index("block"), jnp.int32(row_tiles), column_groups, raster_group_m)
+    return lax.clamp(jnp.int32(0), row * rows_of_cluster, jnp.int32(row_tiles - 1))
+
+
+def _walk(config: GemmConfig | PackedConfig, column_tiles: int) -> tuple[int, int, int]:
+    """(row tiles of a cluster, steps along the columns, steps along the rows of a raster group)."""
+    if config.shares_weights:
+        return config.cluster, column_tiles, max(config.raster_group_m // config.cluster, 1)
+    return 1, -(-column_tiles // config.cluster), config.raster_group_m
 
 
 def tiles_of_cta(cta: Scalar, total: Scalar, num_ctas: int) -> Scalar:
