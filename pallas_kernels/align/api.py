@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.align.config import OUTPUTS, AlignConfig, AlignDesc, choose_config, config_error, row_capacity
+from pallas_kernels.align.config import AlignConfig, AlignDesc, choose_config, config_error, row_capacity
 from pallas_kernels.align.reference import align_ref
 from pallas_kernels.common.device import hopper_sms, portable_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -25,6 +25,8 @@ class TileMap:
         tile_expert: (Mp / block_m,) int32, the expert of each tile, -1 past the last tile in use.
         tile_rows: (Mp / block_m,) int32, rows in use of each tile.
         num_tiles: (1,) int32, tiles in use.
+        tile_bits: (Mp / block_m,) int32 where tokens stay unpermuted, else None: bit r of a tile says whether the token
+            of its row r is routed to its expert, the last bit whether that of any row from 31 on is.
     """
 
     row_of: Leaf
@@ -32,6 +34,7 @@ class TileMap:
     tile_expert: Leaf
     tile_rows: Leaf
     num_tiles: Leaf
+    tile_bits: Leaf | None = None
 
 
 def align(
@@ -95,7 +98,7 @@ def align(
 
         from pallas_kernels.align.kernel_sm90 import align_sm90  # here: importing it loads Pallas
 
-        return dict(zip(OUTPUTS, align_sm90(desc, chosen)(*operands), strict=True))
+        return dict(zip(desc.outputs, align_sm90(desc, chosen)(*operands), strict=True))
 
     runs = dict(
         hopper=lambda: kernel(hopper_sms()),

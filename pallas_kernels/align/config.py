@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-OUTPUTS = ("row_of", "group_sizes", "tile_expert", "tile_rows", "num_tiles")  # of the kernel, in this order
+LAST_BIT = 31  # of those that say which rows of a tile are in use: this row's, and that of all rows behind it
 MAX_EXPERTS = 1024
 MAX_WARPGROUPS = 8  # of a CTA: 1024 threads, the most there can be
 MAX_CTAS = 64  # one thread loads all their counters of an expert at once
@@ -43,6 +43,13 @@ class AlignDesc:
         """All tiles, in use or not."""
         return self.num_rows // self.block_m
 
+    @property
+    def outputs(self) -> dict[str, int]:
+        """Elements of each output of the kernel, by name and in order."""
+        found = dict(row_of=self.num_pairs, group_sizes=self.num_experts, tile_expert=self.num_tiles)
+        found |= dict(tile_rows=self.num_tiles, num_tiles=1)
+        return found | (dict(tile_bits=self.num_tiles) if self.top_k else {})
+
 
 @dataclasses.dataclass(frozen=True)
 class AlignConfig:
@@ -73,6 +80,8 @@ def config_error(desc: AlignDesc, config: AlignConfig) -> str | None:
         return f"num_warpgroups={config.num_warpgroups}: 1 to {MAX_WARPGROUPS}"
     if not 1 <= config.num_ctas <= MAX_CTAS:
         return f"num_ctas={config.num_ctas}: 1 to {MAX_CTAS}"
+    if config.num_ctas > 1 and desc.top_k:
+        return f"num_ctas={config.num_ctas} of unpermuted tokens: one CTA knows all tokens of an expert"
     return None
 
 
@@ -82,7 +91,7 @@ def choose_config(desc: AlignDesc) -> AlignConfig:
     Many pairs go to 32 CTAs of half the threads in two launches. On an H200 65536 pairs take 37 us in one CTA and 4.0
     in 32; 32768 pairs 20 and 3.7; 8192 pairs 4.4 and 3.4, where the gap between two launches costs what they gain.
     """
-    if desc.num_pairs >= MANY_PAIRS:
+    if desc.num_pairs >= MANY_PAIRS and not desc.top_k:
         return AlignConfig(4, 32)
     threads = max(desc.num_pairs, desc.num_experts)
     return AlignConfig(min(MAX_WARPGROUPS, max(1, -(-threads // 128))))

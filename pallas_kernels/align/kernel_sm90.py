@@ -6,7 +6,8 @@
     for every pair:                    row_of = first row of its expert + rank
     for every tile:                    its expert is the first whose end lies behind it (binary search)
 
-Where tokens stay unpermuted, the rank of a pair is its token, and an expert in use has one tile.
+Where tokens stay unpermuted, the rank of a pair is its token, and an expert in use has one tile, with a bit for each of
+its tokens.
 
 One SM reads and writes too slowly for many pairs. Several CTAs share them in two launches:
 
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.align.config import AlignConfig, AlignDesc
+from pallas_kernels.align.config import LAST_BIT, AlignConfig, AlignDesc
 from pallas_kernels.common import mosaic, simt, sm90
 from pallas_kernels.common.row_kernel_sm90 import row_kernel
 from pallas_kernels.common.types import Kernel, Ref, Scalar, Value
@@ -39,7 +40,7 @@ Scratch: TypeAlias = dict[str, Any]  # shared memory by the name of its argument
 
 
 def align_sm90(desc: AlignDesc, config: AlignConfig) -> Kernel:
-    """The kernel, or both: (ids (P,) int32, [offset (1,) int32]) -> ``OUTPUTS``, flat. For configs without error.
+    """The kernel, or both: (ids (P,) int32, [offset (1,) int32]) -> ``desc.outputs``, flat. For configs without error.
 
     Wide ids are their words, (2 * P,) int32.
     """
@@ -59,26 +60,22 @@ def ranks_sm90(desc: AlignDesc, config: AlignConfig) -> Kernel:
 
 
 def rows_sm90(desc: AlignDesc, config: AlignConfig) -> Kernel:
-    """The second: (outputs of ``ranks_sm90``, operands of ``align_sm90``) -> ``OUTPUTS``."""
+    """The second: (outputs of ``ranks_sm90``, operands of ``align_sm90``) -> ``desc.outputs``."""
     scratch = align_scratch(desc)
     return _kernel(_rows, desc, config, align_outputs(desc), dict(scratch, before=scratch["counts"]))
 
 
 def align_outputs(desc: AlignDesc) -> list[jax.ShapeDtypeStruct]:
-    """``OUTPUTS`` as the kernel writes them."""
-    lengths = (desc.num_pairs, desc.num_experts, desc.num_tiles, desc.num_tiles, 1)
-    return [jax.ShapeDtypeStruct((n,), jnp.int32) for n in lengths]
+    """``desc.outputs`` as the kernel writes them."""
+    return [jax.ShapeDtypeStruct((n,), jnp.int32) for n in desc.outputs.values()]
 
 
 def align_scratch(desc: AlignDesc) -> Scratch:
     """Shared memory of ``align_pairs``, by argument."""
     experts = -(-desc.num_experts // sm90.WARPGROUP) * sm90.WARPGROUP
     sums = -(-desc.num_experts // sm90.LANES)
-    return dict(
-        counts=plgpu.SMEM((experts,), jnp.int32),
-        ends=plgpu.SMEM((experts,), jnp.int32),
-        sums=plgpu.SMEM((sums,), jnp.int32),
-    )
+    lengths = dict(counts=experts, ends=experts, sums=sums) | (dict(bits=experts) if desc.top_k else {})
+    return {name: plgpu.SMEM((length,), jnp.int32) for name, length in lengths.items()}
 
 
 def _kernel(
@@ -142,7 +139,7 @@ def align_pairs(
 ) -> None:
     """The work of one CTA. ids as of ``align_sm90``, offset: (1,) int32 or None, both in global memory."""
     cta = _Cta(desc, config, ids, offset)
-    cta.take_ranks(scratch["counts"], outputs[0])
+    cta.take_ranks(scratch["counts"], outputs[0], scratch.get("bits"))
     cta.finish(outputs[0], None, outputs, **scratch)
 
 
@@ -183,14 +180,24 @@ class _Cta:
         low, high = (simt.load(self.ids, 2 * pair + word, is_pair, -1) for word in range(2))
         return jnp.where(high == 0, low, -1)
 
-    def take_ranks(self, counts: Ref, ranks: Ref) -> None:
-        """Count the CTA's pairs by expert; the rank of each, in the order of arrival, to ``ranks``."""
-        self.each_expert(lambda e, is_expert: simt.store(counts, e, simt.constant(0), is_expert))
+    def take_ranks(self, counts: Ref, ranks: Ref, bits: Ref | None = None) -> None:
+        """Count the CTA's pairs by expert; the rank of each, in the order of arrival, to ``ranks``. Where tokens stay
+        unpermuted, those of each expert to ``bits`` instead."""
+
+        def clear(e, is_expert):
+            for ref in (counts, bits):
+                if ref is not None:
+                    simt.store(ref, e, simt.constant(0), is_expert)
+
+        self.each_expert(clear)
         simt.barrier()
 
         def take(pairs, owners, are_routed):
             taken = [simt.count(counts, owner, routed) for owner, routed in zip(owners, are_routed, strict=True)]
-            if self.desc.top_k:
+            if bits is not None:
+                for token, owner, routed in zip(self._tokens(pairs), owners, are_routed, strict=True):
+                    bit = lax.shift_left(jnp.ones_like(token), jnp.minimum(token, LAST_BIT))
+                    simt.set_bits(bits, owner, bit, routed)
                 return
             for pair, rank in zip(pairs, taken, strict=True):
                 simt.store(ranks, pair, rank, pair < self.desc.num_pairs)
@@ -198,12 +205,24 @@ class _Cta:
         self.each_pair(take)
         simt.barrier()
 
+    def _tokens(self, pairs: list[Value]) -> list[Value]:
+        """Where they stay unpermuted."""
+        return [lax.div(pair, jnp.full_like(pair, self.desc.top_k)) for pair in pairs]
+
     def finish(
-        self, ranks: Ref, before: Ref | None, outputs: tuple[Ref, ...], counts: Ref, ends: Ref, sums: Ref
+        self,
+        ranks: Ref,
+        before: Ref | None,
+        outputs: tuple[Ref, ...],
+        counts: Ref,
+        ends: Ref,
+        sums: Ref,
+        bits: Ref | None = None,
     ) -> None:
-        """Write ``OUTPUTS``. counts: pairs of each expert; before: those of them in CTAs before this one, or None."""
+        """Write ``desc.outputs``. counts: pairs of each expert; before: those of them in CTAs before this one, or None.
+        bits: of ``take_ranks``."""
         desc, experts = self.desc, self.desc.num_experts
-        row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
+        row_of, group_sizes, tile_expert, tile_rows, num_tiles, *tile_bits = outputs
 
         def to_tiles(e, is_expert):
             size = simt.load(counts, e, is_expert, 0)
@@ -219,7 +238,7 @@ class _Cta:
 
         def place(pairs, owners, are_routed):
             if desc.top_k:
-                own = [lax.div(pair, jnp.full_like(pair, desc.top_k)) for pair in pairs]
+                own = self._tokens(pairs)
             else:
                 own = [simt.load(ranks, pair, routed, 0) for pair, routed in zip(pairs, are_routed, strict=True)]
             for pair, owner, routed, rank in zip(pairs, owners, are_routed, own, strict=True):
@@ -240,6 +259,8 @@ class _Cta:
                 rows = jnp.minimum(simt.load(counts, expert, in_use, 0) - past, desc.block_m)
             simt.store(tile_expert, tile, jnp.where(in_use, expert, simt.constant(-1)), is_tile)
             simt.store(tile_rows, tile, jnp.where(in_use, rows, simt.constant(0)), is_tile)
+            if bits is not None:
+                simt.store(tile_bits[0], tile, simt.load(bits, expert, in_use, 0), is_tile)
 
         _each(desc.num_tiles, self.first, self.stride, describe)
         is_it = self.first == 0

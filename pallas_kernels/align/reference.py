@@ -7,8 +7,9 @@ that XLA makes a few short kernels of it on a GPU.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.align.config import AlignDesc
+from pallas_kernels.align.config import LAST_BIT, AlignDesc
 
 _PAIRS = 128  # of a block
 _ROWS = 32  # of a table that are summed together
@@ -44,14 +45,21 @@ def align_ref(desc: AlignDesc, ids: jax.Array, offset: jax.Array | None = None) 
     tile_expert = (ends <= index[:, None]).sum(axis=1, dtype=jnp.int32)
     tile_owner = jnp.minimum(tile_expert, desc.num_experts - 1)
     used = jnp.clip(sizes[tile_owner] - (index - first[tile_owner]) * desc.block_m, 0, desc.block_m)
+    bits = {}
     if desc.top_k:
         used = desc.num_tokens
+        token = jnp.minimum(jnp.arange(desc.num_tokens, dtype=jnp.int32), LAST_BIT)
+        is_own = (expert.reshape(-1, desc.top_k, 1) == names).any(axis=1)
+        each = jnp.where(is_own, lax.shift_left(jnp.ones_like(token), token)[:, None], 0)
+        of_expert = lax.reduce(each, jnp.int32(0), lax.bitwise_or, (0,))
+        bits = dict(tile_bits=jnp.where(in_use, of_expert[tile_owner], 0))
     return dict(
         row_of=jnp.where(is_routed, first[owner] * desc.block_m + rank, -1),
         group_sizes=sizes,
         tile_expert=jnp.where(in_use, tile_expert, -1),
         tile_rows=jnp.where(in_use, used, 0),
         num_tiles=ends[-1:],
+        **bits,
     )
 
 

@@ -242,6 +242,12 @@ def store_bits(ref: Ref, index: Value, value: Value, mask: Value, itemsize: int)
     _masked_write(ref, index, value, mask, text, itemsize)
 
 
+def set_bits(ref: Ref, index: Value, bits: Value, mask: Value) -> None:
+    """Set these bits of ref[index] where mask, whatever other threads set. ref: (n,) int32."""
+    text = "{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p red.{space}.or.b32 [$0], $1; }}"
+    _masked_write(ref, index, bits, mask, text, 4)
+
+
 def _masked_write(ref: Ref, index: Value, value: Value, mask: Value | bool, text: str, itemsize: int) -> None:
     """text: PTX of a store of $1 to the address $0 under the mask $2, with {space} to be filled in."""
 

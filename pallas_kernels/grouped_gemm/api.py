@@ -25,6 +25,7 @@ from pallas_kernels.quantize_and_permute.config import WITH_SCALES
 
 Operands = dict[str, Any]  # arrays by name, None for those that a call has not
 OF_SUM = ("row_of", "slot_weights", "shared")
+OF_TILES = ("tile_rows", "tile_bits")
 
 
 def grouped_gemm(
@@ -41,6 +42,7 @@ def grouped_gemm(
     requantize: Literal["none", "group", "group_ue8m0", "tensor"] = "none",
     out_scale: jax.Array | None = None,
     tile_rows: jax.Array | None = None,
+    tile_bits: jax.Array | None = None,
     block_m: int | None = None,
     transposes_w: bool = False,
     keeps_before: bool = False,
@@ -75,6 +77,7 @@ def grouped_gemm(
             out_dtype bfloat16 values are rounded to it first.
         out_scale: () float32, for requantize="tensor".
         tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
+        tile_bits: (Mp / block_m,) int32, where other rows lie among these: which are in use, as ``TileMap`` says.
         block_m: with it x is (T, K), T <= block_m: the unpermuted tokens, which are the first rows of every tile.
             Scales of rows are then those of one tile, (block_m,) or (ceil(K/128), block_m), of any value past T.
         transposes_w: w is (E, K, N), N contiguous. The gradient of a product with respect to its rows takes weights so,
@@ -93,15 +96,14 @@ def grouped_gemm(
             one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
-    Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows past tile_rows,
-    are unspecified.
+    Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows that are not in
+    use, are unspecified.
 
     Raises ValueError or TypeError for a wrong call and NotImplementedError, with one reason for each implementation
     tried, when none can run it.
     """
-    operands = dict(
-        x=x, tile_expert=tile_expert, num_tiles=num_tiles, x_scale=x_scale, out_scale=out_scale, tile_rows=tile_rows
-    )
+    tiles = dict(tile_expert=tile_expert, num_tiles=num_tiles, tile_rows=tile_rows, tile_bits=tile_bits)
+    operands = dict(x=x, **tiles, x_scale=x_scale, out_scale=out_scale)
     of_tokens = dict(row_of=row_of, slot_weights=slot_weights, shared=shared)
     desc, operands = describe_products(
         operands, w, w_scale, bias, activation, out_dtype, requantize, block_m, transposes_w, quantization
@@ -201,14 +203,17 @@ def check_tiles(
     return rows, unpermuted, scaled
 
 
-def check_tile_rows(tile_rows: jax.Array | None, tile_expert: jax.Array) -> None:
+def check_tile_rows(tile_rows: jax.Array | None, tile_bits: jax.Array | None, tile_expert: jax.Array) -> None:
     """Raise where these are not the rows in use of each tile."""
-    if tile_rows is None:
-        return
-    if tile_rows.shape != tile_expert.shape:
-        raise ValueError(f"tile_rows has shape {tile_rows.shape}, expected {tile_expert.shape}")
-    if tile_rows.dtype != jnp.int32:
-        raise TypeError(f"tile_rows is {tile_rows.dtype}, expected int32")
+    if tile_bits is not None and tile_rows is None:
+        raise ValueError("tile_bits goes with tile_rows: the number of rows among which they are")
+    for name, array in (("tile_rows", tile_rows), ("tile_bits", tile_bits)):
+        if array is None:
+            continue
+        if array.shape != tile_expert.shape:
+            raise ValueError(f"{name} has shape {array.shape}, expected {tile_expert.shape}")
+        if array.dtype != jnp.int32:
+            raise TypeError(f"{name} is {array.dtype}, expected int32")
 
 
 def check_before(before: jax.Array, shape: tuple[int, int], dtype: DTypeLike) -> None:
@@ -269,7 +274,7 @@ def _run_reference(desc: GemmDesc, config: Any, operands: Operands) -> Any:
     if desc.top_k:
         return sum_of_reference(desc, operands, _run_reference)
     given = permuted(operands, desc.rows) if desc.unpermuted_rows else operands
-    given = {name: leaf for name, leaf in given.items() if name not in ("tile_rows", *OF_SUM)}
+    given = {name: leaf for name, leaf in given.items() if name not in (*OF_TILES, *OF_SUM)}
     if desc.k_parts > 1:
         given["x"] = _parts_of_rows(given["x"], desc.k_parts)
     if desc.quantization != "none":
@@ -338,8 +343,8 @@ def _run_portable(desc: GemmDesc, config: Any, operands: Operands) -> jax.Array:
     if desc.k_parts > 1:
         raise NotImplementedError(f"k_parts={desc.k_parts}: the Hopper kernels have it")
     block_m = check_block_m(config, operands, desc.rows)
-    desc = dataclasses.replace(desc, has_tile_rows=False)  # tiles in use are written whole
-    return run(desc, config, block_m, flattened(dict(operands, tile_rows=None)))
+    desc = dataclasses.replace(desc, has_tile_rows=False, has_tile_bits=False)  # tiles in use are written whole
+    return run(desc, config, block_m, flattened(operands | dict.fromkeys(OF_TILES)))
 
 
 _RUN = {"hopper": _run_hopper, "portable": _run_portable, "reference": _run_reference}
@@ -357,6 +362,7 @@ def describe_gemm(
     """The description of a call; its shapes and dtypes are checked here once."""
     x, w, tile_expert, num_tiles = (operands[name] for name in ("x", "w", "tile_expert", "num_tiles"))
     bias, out_scale, tile_rows = (operands[name] for name in ("bias", "out_scale", "tile_rows"))
+    tile_bits = operands.get("tile_bits")
     if x.ndim != 2 or w.ndim not in (3, 4):
         raise ValueError(
             f"x has shape {x.shape}, expected (Mp, K); w has {w.shape}, expected (E, N, K) or (E, G, N, K)"
@@ -376,7 +382,7 @@ def describe_gemm(
     if not quantized_scale and x.dtype != w.dtype:
         raise TypeError(f"x is {x.dtype} and w is {w.dtype}; both operands have one dtype")
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
-    check_tile_rows(tile_rows, tile_expert)
+    check_tile_rows(tile_rows, tile_bits, tile_expert)
 
     k_groups, n_groups = -(-k // SCALE_GROUP), -(-n // SCALE_GROUP)
     lhs_scale = _kind("x_scale", operands["x_scale"], {(): "tensor", (scaled,): "row", (k_groups, scaled): "group"})
@@ -412,6 +418,7 @@ def describe_gemm(
         activation=activation,
         requantize="group" if requantize == "group_ue8m0" else requantize,
         has_tile_rows=tile_rows is not None,
+        has_tile_bits=tile_bits is not None,
         has_power_of_two_scales=requantize == "group_ue8m0",
         unpermuted_rows=unpermuted_rows,
         transposes_w=transposes_w,

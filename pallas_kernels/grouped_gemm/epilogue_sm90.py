@@ -3,15 +3,22 @@
 from collections.abc import Callable, Iterable, Sequence
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.common import mosaic
+from pallas_kernels.common import mosaic, simt
+from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
 from pallas_kernels.common.types import Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext
 from pallas_kernels.grouped_gemm.scheduler_sm90 import Tile
 
 CHANNELS = 64  # Rows of one wgmma, which with weights as the left operand are output columns.
+ROWS_BY_ONE = 16  # of the highest tile whose rows in use are stored one by one, each by a warp
+BY_ROWS = mosaic.row_a_warp(CHANNELS // LANES)
 
 
 def finish(
@@ -66,6 +73,55 @@ def stores_under_way(index: int, num_pieces: int, num_slots: int) -> int:
         return num_slots - 1
     last = max(j for j in range(num_pieces) if j % num_slots == index)
     return min(num_slots - 1, num_pieces - 1 - last + index)
+
+
+def store_transposed(cta: CtaContext, tile: Tile, staging: TileRef, target: TileRef, first_column: Scalar) -> None:
+    """Write the rows in use of a low tile that this warpgroup has staged and committed; of others all, or a piece.
+
+    Lines of 128 bytes that lie apart cost memory far more time than as many bytes that are read: layers with 16 tokens
+    took 0.96 to 0.98 of their time without any stores (H200).
+
+    staging, target: (rows, 64).
+    """
+    desc = cta.desc
+    if not desc.has_tile_rows or cta.config.block_m > ROWS_BY_ONE:
+        store_staged(cta, staging, target, first_column)
+        return
+    value = mosaic.load(staging, layout=BY_ROWS, optimized=False)
+    plgpu.commit_smem()  # The next piece may be staged where this one was read.
+    if desc.has_tile_bits:
+        bits = cta.operands["tile_bits"][tile.row]
+    else:
+        bits = lax.shift_left(jnp.int32(1), cta.operands["tile_rows"][tile.row]) - 1
+    store_by_row(value, target, bits, desc.n - first_column)
+
+
+def store_by_row(value: Value, target: TileRef, bits: Scalar, columns: Scalar) -> None:
+    """Write the rows of ``value`` whose bits are set, up to so many columns. The interpreter cannot run this: tests
+    replace it.
+
+    value: (rows, 64) of 16 bits in ``BY_ROWS``. target: as many rows and columns of the output.
+    """
+    thread = simt.thread_index() & (WARPGROUP - 1)
+    warp, column = simt.warp_of(thread), (thread & (LANES - 1)) * 2
+    rows = [warp + first for first in range(0, value.shape[0], WARPS)]
+    is_set = [lax.bitwise_and(lax.shift_right_logical(simt.constant(0) + bits, row), 1) == 1 for row in rows]
+    wanted = [jnp.where(one & (column < columns), 1, 0) for one in is_set]
+
+    @simt.inline(plgpu.RefType(), BY_ROWS, *[simt.LANES] * (1 + 2 * len(rows)))
+    def write(ctx, target, value, column, *places):
+        del ctx
+        pitch = ir.MemRefType(target.type).get_strides_and_offset()[0][0]
+        registers = list(value.registers.flat)
+        for register, row, is_wanted in zip(registers, places[: len(rows)], places[len(rows) :], strict=True):
+            row, own = (arith.extsi(simt.integer(64), simt.value_of(place)) for place in (row, column))
+            offset = arith.addi(arith.muli(row, simt.integer_constant(pitch)), own)
+            address = arith.addi(simt.address_of(target), arith.muli(offset, simt.integer_constant(2)))
+            bits = mgpu.utils.bitcast(register, simt.integer(32))
+            text = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b32 [$0], $1; }"
+            simt.asm([address, bits, simt.value_of(is_wanted)], text, "l,r,r,~{memory}")
+
+    write(target, value, column, *rows, *wanted)
 
 
 def stage_transposed(value: Value, staging: TileRef, dtype: str) -> None:

@@ -38,7 +38,7 @@ from pallas_kernels.grouped_gemm.epilogue_sm90 import (
     CHANNELS,
     finish,
     stage_transposed,
-    store_staged,
+    store_transposed,
     stores_under_way,
 )
 from pallas_kernels.grouped_gemm.pipeline_sm90 import CtaContext, MainLoop, Sums
@@ -89,7 +89,7 @@ def _store(cta: CtaContext, tile: Tile, sums: Sums) -> None:
             plgpu.commit_smem()
             first = tile.column * config.block_n + channels
             target = cta.outputs[0].at[pl.ds(tile.row * config.block_m, config.block_m), pl.ds(first, CHANNELS)]
-            store_staged(cta, staging, target.at[pl.ds(start, rows)], first)
+            store_transposed(cta, tile, staging, target.at[pl.ds(start, rows)], first)
 
 
 def _requantize(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> None:

@@ -91,6 +91,7 @@ class GemmDesc(GroupedGemm):
         dtype: of both operands.
         lhs_scale: "none", "tensor", "row" or "group" (1 x 128 of K).
         rhs_scale: "none", "tensor" (one per projection), "channel" or "block" (128 x 128).
+        has_tile_bits: which of the rows that has_tile_rows counts are in use is known, too.
         requantize: "none", "group" (e4m3 with a scale per row and 128 columns) or "tensor" (e4m3, given scale). With
             out_dtype bfloat16 the product is rounded to it first, as a separate launch would read it.
         has_power_of_two_scales: the scales of requantize "group" are rounded up to powers of two.
@@ -106,6 +107,7 @@ class GemmDesc(GroupedGemm):
     dtype: str
     lhs_scale: Literal["none", "tensor", "row", "group"] = "none"
     rhs_scale: Literal["none", "tensor", "channel", "block"] = "none"
+    has_tile_bits: bool = False
     requantize: Literal["none", "group", "tensor"] = "none"
     has_power_of_two_scales: bool = False
     transposes_w: bool = False
@@ -153,16 +155,16 @@ class GemmDesc(GroupedGemm):
         x (rows or unpermuted_rows, K), of 16 or 32 bits where it is quantized first; w (E * G, N, K), transposed (E, K,
         N); tile_expert (rows / block_m,) i32; num_tiles (1,) i32; x_scale f32 (1,), (rows,) or (ceil(K / 128), rows),
         with block_m for rows where they are unpermuted; w_scale f32 (E * G,), (E * G, N) or (E * G, ceil(N / 128),
-        ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows (rows / block_m,) i32; before (rows, G * N) of
-        the activation that is pulled; row_weights (rows,) f32; ``names_of_sum``. Of weights that lie apart each has a
-        w, w_scale and bias.
+        ceil(K / 128)); bias (E * G, N); out_scale (1,) f32; tile_rows and tile_bits (rows / block_m,) i32; before
+        (rows, G * N) of the activation that is pulled; row_weights (rows,) f32; ``names_of_sum``. Of weights that lie
+        apart each has a w, w_scale and bias.
         """
         names = ["x", *self.of_each_weight("w"), "tile_expert", "num_tiles"]
         names += ["x_scale"] if self.lhs_scale != "none" and self.quantization == "none" else []
         names += self.of_each_weight("w_scale") if self.rhs_scale != "none" else []
         names += self.of_each_weight("bias") if self.bias_dtype is not None else []
         names += ["out_scale"] if self.requantize == "tensor" else []
-        names += ["tile_rows"] if self.has_tile_rows else []
+        names += ["tile_rows"] * self.has_tile_rows + ["tile_bits"] * self.has_tile_bits
         names += ["before", "row_weights"] if self.pulls is not None else []
         return names + self.names_of_sum
 

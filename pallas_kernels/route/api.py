@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.align import TileMap, align
 from pallas_kernels.align.api import as_operands
 from pallas_kernels.align.api import describe as describe_align
-from pallas_kernels.align.config import OUTPUTS, AlignConfig
+from pallas_kernels.align.config import AlignConfig
 from pallas_kernels.align.config import config_error as align_error
 from pallas_kernels.common.device import hopper_sms, portable_sms
 from pallas_kernels.common.implementations import first_that_runs
@@ -171,7 +171,7 @@ def route_and_align(
             rows, row_operands = None, []
         kernel = route_and_align_sm90(desc, config, tiles, rows)
         weights, ids, *found = kernel(*operands, *as_operands(group_offset), *row_operands)
-        found, codes_and_scales = dict(zip(OUTPUTS, found, strict=False)), found[len(OUTPUTS) :]
+        found, codes_and_scales = dict(zip(tiles.outputs, found, strict=False)), found[len(tiles.outputs) :]
         weights, ids, found["row_of"] = (a.reshape(-1, top_k) for a in (weights, ids, found["row_of"]))
         return Routed(weights, ids, TileMap(**found), *(codes_and_scales if rows else quantized(name)))
 

@@ -48,7 +48,7 @@ def route_sm90(desc: RouteDesc, config: RouteConfig) -> Kernel:
 def route_and_align_sm90(
     desc: RouteDesc, config: RouteConfig, align: AlignDesc, tokens: PermuteDesc | None = None
 ) -> Kernel:
-    """The kernel: operands of ``route_sm90``, [offset (1,) int32] -> (weights, ids, *align.OUTPUTS), by one CTA.
+    """The kernel: operands of ``route_sm90``, [offset (1,) int32] -> (weights, ids, *align.outputs), by one CTA.
 
     tokens: quantized beside that, each by a CTA. Then (x (T, H), [scale (1,)]) follow the offset, and (codes (T, H),
     [scales]) are the last results.
@@ -173,7 +173,7 @@ def _route_and_align_token(
     row, token = _of_warp(desc)
     chosen, is_first_warp = _route_token(desc, refs, row, token), token == 0
     first = 0 if offset is None else offset[0]
-    row_of, group_sizes, tile_expert, tile_rows, num_tiles = outputs
+    row_of, group_sizes, tile_expert, tile_rows, num_tiles, *tile_bits = outputs
 
     def is_local(expert: Value) -> Value:
         return (expert >= first) & (expert < first + align.num_experts)
@@ -199,7 +199,8 @@ def _route_and_align_token(
     is_tile = is_first_warp & (lane < align.num_tiles)
     simt.store(tile_expert, before, ids - first, is_own)
     simt.store(tile_expert, lane, simt.constant(-1), is_tile & (lane >= count))
-    simt.store(tile_rows, lane, jnp.where(lane < count, jnp.ones_like(lane), 0), is_tile)
+    for of_tiles in (tile_rows, *tile_bits):  # row 0 alone
+        simt.store(of_tiles, lane, jnp.where(lane < count, jnp.ones_like(lane), 0), is_tile)
     simt.store(num_tiles, lane, count, is_first_warp & (lane == 0))
 
 

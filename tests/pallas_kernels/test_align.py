@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.align import AlignConfig, AlignDesc, TileMap, align, config_error, kernel_sm90, row_capacity
-from pallas_kernels.align.config import OUTPUTS, choose_config
+from pallas_kernels.align.config import choose_config
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels import tile_checks
 from tests.support.kernels.case import launches
@@ -170,6 +170,7 @@ def test_config_error():
     assert config_error(desc, AlignConfig(1)) is None
     assert "1 to 8" in config_error(desc, AlignConfig(9))
     assert "num_ctas=65: 1 to 64" in config_error(desc, AlignConfig(1, 65))
+    assert "one CTA knows" in config_error(AlignDesc(8, 4, 16, 64, top_k=2), AlignConfig(1, 2))
     assert "nothing to align" in config_error(AlignDesc(0, 4, 16, 0), AlignConfig(1))
     assert "1 to 1024" in config_error(AlignDesc(8, 2000, 16, 64), AlignConfig(1))
 
@@ -206,9 +207,27 @@ def test_kernels_in_lockstep(monkeypatch, num_warpgroups, num_ctas, are_wide, of
             launch(kernel_sm90._rows, *between, *operands, *outputs, names=("counts", "ends", "sums", "before"))
     assert all(out.is_written.all() for out in outputs)
     local = ids - (offset or 0)
-    found = TileMap(**{name: out.values for name, out in zip(OUTPUTS, outputs, strict=True)})
+    found = TileMap(**{name: out.values for name, out in zip(desc.outputs, outputs, strict=True)})
     found = dataclasses.replace(found, row_of=found.row_of.reshape(ids.shape))
     check_tiles(np.where((local >= 0) & (local < 131), local, -1), 131, 16, found)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.sample(2)
+def test_unpermuted_in_lockstep(monkeypatch, tokens):
+    """Tokens that name an expert twice, and more than there are bits."""
+    ids = np.random.default_rng(2).integers(-2, 30, (tokens, 4)).astype(np.int32)
+    desc = AlignDesc(ids.size, 28, 40, row_capacity(ids.size, 28, 40), top_k=4)
+    monkeypatch.setattr(kernel_sm90, "simt", simt_of(128))
+    monkeypatch.setattr(kernel_sm90.mosaic, "begin", lambda: None)
+    outputs = [Memory(out.shape[0]) for out in kernel_sm90.align_outputs(desc)]
+    scratch = {name: Memory(128) for name in kernel_sm90.align_scratch(desc)}
+    with jax.disable_jit():
+        kernel_sm90._align(desc, AlignConfig(1), Memory(ids.size, ids.reshape(-1)), *outputs, **scratch)
+    assert all(out.is_written.all() for out in outputs)
+    found = TileMap(**{name: out.values for name, out in zip(desc.outputs, outputs, strict=True)})
+    found = dataclasses.replace(found, row_of=found.row_of.reshape(ids.shape))
+    check_unpermuted_tiles(ids, 28, 40, found)
 
 
 @pytest.mark.parametrize("case", align_cases(), ids=lambda case: case.name)

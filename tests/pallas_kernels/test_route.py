@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.align.api import describe
-from pallas_kernels.align.config import OUTPUTS
 from pallas_kernels.align.kernel_sm90 import align_outputs
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from pallas_kernels.route import RouteConfig, RouteDesc, config_error, kernel_sm90, route, route_and_align
@@ -210,6 +209,7 @@ def test_one_token_in_lockstep(monkeypatch, name, quarter):
     for block_m, mask in ((1, None), (16, None), (1, np.array([True])), (1, np.array([False]))):
         arrays = jax.tree.map(jnp.asarray, dict(bias=bias, token_mask=mask))
         at = {} if offset is None else dict(num_local_experts=num_local, group_offset=offset)
+        at |= dict(unpermuted=block_m == 1)
         want = route_and_align(z, top_k, block_m, **arrays, **at, **options, implementation="reference")
         desc = RouteDesc(
             num_tokens=1,
@@ -232,7 +232,7 @@ def test_one_token_in_lockstep(monkeypatch, name, quarter):
         assert all(out.is_written.all() for out in (weights, ids, *outputs))
         np.testing.assert_array_equal(ids.values, want.ids[0])
         np.testing.assert_allclose(weights.values.view(np.float32), want.weights[0], rtol=1e-5)
-        for field, out in zip(OUTPUTS, outputs, strict=True):
+        for field, out in zip(tiles.outputs, outputs, strict=True):
             np.testing.assert_array_equal(out.values, np.asarray(getattr(want.tiles, field)).reshape(-1), field)
 
 

@@ -38,7 +38,7 @@ def on_threads(monkeypatch):
 
 def operands_of(problem: Any) -> dict[str, Any]:
     operands = dict(zip(("x", "w", "tile_expert", "num_tiles"), problem.args, strict=True))
-    names = ("x_scale", "w_scale", "bias", "out_scale", "tile_rows")
+    names = ("x_scale", "w_scale", "bias", "out_scale", "tile_rows", "tile_bits")
     return operands | {name: problem.kwargs.get(name) for name in names}
 
 
@@ -102,3 +102,30 @@ def test_rows_requantized_together(case, on_threads):
     is_behind = np.arange(block_m) >= -(-in_use[:, None] // 8) * 8
     is_behind[int(problem.args[3]) :] = True
     assert np.isnan(codes[is_behind.reshape(-1)].astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("by_bits", [False, True], ids=["first rows", "any rows"])
+@pytest.mark.parametrize("block_m", [8, 16, 24])
+@pytest.mark.parametrize("kind", ["bf16", "fp8_block"])
+def test_rows_in_use_alone(kind, block_m, by_bits, on_threads):
+    """Of low tiles the rows in use alone are written, of higher ones all. The last tile has 32 columns."""
+    sizes = [1, 0, block_m, 3, block_m + 9]
+    activation = Activation("relu2_no_mul")
+    options: Any = dict(with_tile_rows=True, activation=activation, projections=1)
+    problem = make_problem(kind, sizes, k=256, n=160, block_m=block_m, **options)
+    counts = np.asarray(problem.kwargs["tile_rows"])
+    in_use = np.arange(block_m) < counts[:, None]
+    if by_bits:
+        in_use &= np.random.default_rng(0).random(in_use.shape) < 0.4
+        bits = [sum(1 << int(row) for row in np.flatnonzero(own)) for own in in_use]
+        problem.kwargs["tile_bits"] = jnp.asarray(bits, jnp.int32)
+    desc = describe_gemm(operands_of(problem), activation, jnp.bfloat16, "none", None, False)
+    assert desc.has_tile_bits == by_bits
+    config = GemmConfig(block_m, 128, 2, num_sms=2, swap_ab=True)
+    (found,) = run(problem, desc, config)
+    (whole,) = run(problem, dataclasses.replace(desc, has_tile_rows=False, has_tile_bits=False), config)
+    is_written = in_use if block_m <= 16 else np.ones_like(in_use)
+    is_written[int(problem.args[3]) :] = False
+    is_written = is_written.reshape(-1)
+    assert np.isnan(found[~is_written].astype(np.float32)).all()
+    np.testing.assert_array_equal(found[is_written], whole[is_written])

@@ -349,6 +349,7 @@ class Experts:
                 options["block_m"] = self.plan.block_m
         if in_kernel_layout(weights):
             return functools.partial(grouped_gemm_packed, w=kernel_operand(tensor), **options)
+        options["tile_bits"] = tiles.tile_bits
         if index == 1:
             options["quantization"] = self.plan.hidden_quantization
         return functools.partial(grouped_gemm, w=tensor.data, w_scale=tensor.scale, **options)

@@ -159,7 +159,7 @@ def _check_rows(
     if jnp.dtype(x.dtype).name != w.fmt.operand:
         raise TypeError(f"{name} is {x.dtype}, these weights are packed for {w.fmt.operand}")
     rows, _, _ = check_tiles(x, tile_expert, num_tiles, None)
-    check_tile_rows(tile_rows, tile_expert)
+    check_tile_rows(tile_rows, None, tile_expert)
     return rows
 
 

@@ -94,7 +94,7 @@ def grouped_gemm_packed(
                 raise ValueError(f"bias has shape {own_bias.shape}, expected {wanted}")
             own["bias"] = own_bias.reshape(wanted)
     rows, unpermuted_rows, scaled = check_tiles(x, tile_expert, num_tiles, block_m)
-    check_tile_rows(tile_rows, tile_expert)
+    check_tile_rows(tile_rows, None, tile_expert)
     lhs_scale: Literal["none", "tensor", "row"] = "none"
     if x_scale is not None:
         if x_scale.shape not in ((), (scaled,)) or x_scale.dtype != jnp.float32:

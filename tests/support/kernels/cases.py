@@ -139,6 +139,7 @@ def _gemm_shapes(desc: GemmDesc, config: GemmConfig | VectorConfig) -> dict[str,
         "bias": ((matrices, desc.n), desc.bias_dtype or "float32"),
         "out_scale": ((1,), "float32"),
         "tile_rows": tiles,
+        "tile_bits": tiles,
         "before": ((desc.rows, desc.pulled_projections * desc.n), desc.dtype),
         "row_weights": ((desc.rows,), "float32"),
     } | _sum_shapes(desc)
@@ -446,6 +447,10 @@ def unpermuted_cases() -> Iterator[Case]:
     for name, tokens, block_m in (("bf16 gated bias", 1, 8), ("bf16 2880", 5, 8), ("bf16 gelu_tanh", 16, 16)):
         desc = _in_tiles(dataclasses.replace(gemm(name), unpermuted_rows=tokens), block_m)
         yield gemm_case(f"same {tokens} rows, {name}", desc, candidates(desc, block_m, H200_SMS)[0])
+    for name, block_m in itertools.product(("bf16 gated bias", "fp8 row gated", "fp8 block", "int8 2880"), (8, 16)):
+        desc = _in_tiles(dataclasses.replace(gemm(name), has_tile_rows=True, has_tile_bits=True), block_m)
+        for config in candidates(desc, block_m, H200_SMS):
+            yield gemm_case(f"rows in use, {name}", desc, config)
     ragged = dataclasses.replace(gemm("bf16 ragged"), unpermuted_rows=3)
     yield gemm_case("same 3 rows, bf16 ragged", ragged, GemmConfig(64, 128, 4, row_chunk=16))
     for name, tokens, block_m in (

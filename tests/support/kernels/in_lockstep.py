@@ -43,6 +43,11 @@ class Memory:
         index, mask = self._at(index, mask)
         self.values[index], self.is_written[index] = np.asarray(value)[mask], True
 
+    def set_bits(self, index: Any, bits: Any, mask: Any) -> None:
+        index, mask = self._at(index, mask)
+        assert np.all(self.is_written[index]), "bits of what was not cleared"
+        np.bitwise_or.at(self.values, index, np.asarray(bits)[mask])
+
     def count(self, index: Any, mask: Any) -> Any:
         index, mask = self._at(index, mask)
         assert np.all(self.is_written[index]), "counted before it was cleared"
@@ -69,6 +74,7 @@ def simt_of(threads: int) -> Any:
         load_float=_load_float,
         store=lambda ref, index, value, mask: ref.store(index, value, mask),
         count=lambda ref, index, mask: ref.count(index, mask),
+        set_bits=lambda ref, index, bits, mask: ref.set_bits(index, bits, mask),
         store_bits=lambda ref, index, value, mask, itemsize: ref.store(index, value, mask),
         load_floats=lambda ref, index, mask, n: tuple(_load_float(ref, index + i, mask, 0.0) for i in range(n)),
         store_words=_store_halves,

@@ -58,5 +58,7 @@ def check_unpermuted_tiles(ids, num_experts, block_m, found):
     np.testing.assert_array_equal(found.group_sizes, sizes)
     np.testing.assert_array_equal(found.tile_expert, named + [-1] * spare)
     np.testing.assert_array_equal(found.tile_rows, [len(ids)] * len(named) + [0] * spare)
+    bits = [sum({1 << min(t, 31) for t in range(len(ids)) if e in ids[t]}) for e in named]
+    np.testing.assert_array_equal(found.tile_bits.view(np.uint32), bits + [0] * spare)
     np.testing.assert_array_equal(found.num_tiles, [len(named)])
     assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(found))

@@ -141,6 +141,7 @@ def stand_ins() -> dict[str, Any]:
         wgmma_wait=nothing,
         commit_smem=nothing,
         wait_smem_to_gmem=nothing,
+        commit_smem_to_gmem_group=nothing,
         barrier_wait=_wait,
         barrier_arrive=_arrive,
         copy_gmem_to_smem=_copy_in,
@@ -162,6 +163,7 @@ def stand_in_for(monkeypatch: Any, modules: Sequence[Any]) -> None:
     found["mosaic"].release = found["plgpu"].barrier_arrive
     found["mosaic"].COLUMNS = None
     found["mosaic"].tiled = lambda dtype, swizzle: ()
+    found["store_by_row"] = store_by_row
     found["plgpu"].Layout = types.SimpleNamespace(WGMMA_TRANSPOSED=None)
     found["plgpu"].SMEM = lambda shape, dtype, transforms: Memory(np.full(shape, np.nan, dtype))
     found["plgpu"].Barrier = lambda num_arrivals=1, num_barriers=1: Barriers(num_barriers, num_arrivals)
@@ -169,6 +171,13 @@ def stand_in_for(monkeypatch: Any, modules: Sequence[Any]) -> None:
         for name, stand_in in found.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, stand_in)
+
+
+def store_by_row(value: Any, target: Memory, bits: Any, columns: Any) -> None:
+    """In place of ``pallas_kernels.grouped_gemm.epilogue_sm90.store_by_row``."""
+    for row, own in enumerate(target.array):
+        if int(bits) >> row & 1:
+            own[: int(columns)] = np.asarray(value[row])[: len(own)]
 
 
 def clear_rows(values: Memory, start: Any, end: Any) -> None:
@@ -191,7 +200,8 @@ def _copy_in(source: Any, target: Memory, at: Any) -> None:
     _arrive(at)
 
 
-def _copy_out(source: Memory, target: Memory, predicate: Any = None) -> None:
+def _copy_out(source: Memory, target: Memory, predicate: Any = None, commit_group: bool = True) -> None:
+    del commit_group
     if predicate is None or bool(predicate):
         target.array[...] = source.array[tuple(slice(extent) for extent in target.shape)]
 
