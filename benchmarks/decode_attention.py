@@ -78,7 +78,8 @@ def _of(name: str, batch: int, tokens: int, shape: tuple[int, ...], **options: A
 QWEN, GPT, MLA = (32, 4, 128, 128), (64, 8, 64, 64), (128, 1, 576, 512)
 ONE = dataclasses.replace(FEW, ctas_per_sm=1)
 TWO = dataclasses.replace(FEW, ctas_per_sm=2)
-STEPS_OF_64, STEPS_OF_128 = (dataclasses.replace(FEW, block_kv=slots) for slots in (64, 128))
+# Two CTAs an SM have room for one stage of 128 slots.
+STEPS_OF_64, STEPS_OF_128 = (dataclasses.replace(FEW, block_kv=slots, ctas_per_sm=1) for slots in (64, 128))
 LONG = dataclasses.replace(FEW, doubles_at=(2048, 6144))
 ONE_SPLIT = dataclasses.replace(FEW, split=1 << 17, doubles_at=())
 CELLS: list[tuple[Cell, tuple[Way, ...]]] = [

@@ -268,10 +268,11 @@ def choose_config(
     config = dataclasses.replace(config, num_ctas=num_ctas, runs=runs)
     whole = dataclasses.replace(config, num_ctas=min(num_ctas, config.all_tiles(desc)), runs=False, whole_tiles=True)
     whole = _with_stages(desc, whole, ctas_per_sm)
-    can_be_whole = config_error(desc, whole) is None and (rows is None or quantizing_error(desc, whole, rows) is None)
-    if can_be_whole and _are_tiles_even(desc, config, num_sms * ctas_per_sm):
-        return whole
-    return _with_stages(desc, config, ctas_per_sm)
+    config = _with_stages(desc, config, ctas_per_sm)
+    if config_error(desc, whole) is not None or (rows is not None and quantizing_error(desc, whole, rows) is not None):
+        return config
+    must_be_whole = rows is not None and quantizing_error(desc, config, rows) is not None and _is_short(desc, config)
+    return whole if must_be_whole or _are_tiles_even(desc, config, num_sms * ctas_per_sm) else config
 
 
 def _with_stages(desc: DecodeDesc, config: DecodeConfig, ctas_per_sm: int) -> DecodeConfig:
@@ -301,12 +302,19 @@ def _fits_twice(desc: DecodeDesc, config: DecodeConfig) -> bool:
 def _are_tiles_even(desc: DecodeDesc, config: DecodeConfig, num_ctas: int) -> bool:
     """Whether tiles have one split, or CTAs that take whole tiles have at most _MORE_SLOTS more to do than CTAs that
     share all splits evenly, where rows are full; and a row among shorter ones not too many."""
-    steps = -(-_most_seen(desc) // config.block_kv) + (desc.window is not None)
+    steps = _most_steps(desc, config)
     whole = -(-config.all_tiles(desc) // num_ctas) * steps
     even = -(-config.all_tiles(desc) * steps // num_ctas)
-    if config.num_splits(desc) == 1:
-        return True
-    return (whole - even) * config.block_kv <= _MORE_SLOTS and steps * config.block_kv <= _MOST_SLOTS
+    is_even = (whole - even) * config.block_kv <= _MORE_SLOTS
+    return config.num_splits(desc) == 1 or (is_even and _is_short(desc, config))
+
+
+def _is_short(desc: DecodeDesc, config: DecodeConfig) -> bool:
+    return _most_steps(desc, config) * config.block_kv <= _MOST_SLOTS
+
+
+def _most_steps(desc: DecodeDesc, config: DecodeConfig) -> int:
+    return -(-_most_seen(desc) // config.block_kv) + (desc.window is not None)
 
 
 def _most_seen(desc: DecodeDesc) -> int:

@@ -123,11 +123,13 @@ def run_tiles(
 
 
 def likely_row(config: GemmConfig | PackedConfig, row_tiles: int, column_tiles: int) -> Scalar:
-    """Row tile that this CTA begins with, unless its raster group is one that ``row_tiles`` in use do not fill. It is
-    known before their number is."""
+    """Row tile that this CTA begins with, unless its raster group is one that the tiles in use do not fill. It is known
+    before their number is. row_tiles: in use or not."""
     rows_of_cluster, column_groups, raster_group_m = _walk(config, column_tiles)
-    row, _ = tile_index(lax.axis_index("block"), jnp.int32(row_tiles), column_groups, raster_group_m)
-    return lax.clamp(jnp.int32(0), row * rows_of_cluster, jnp.int32(row_tiles - 1))
+    cta, per_group = lax.axis_index("block"), jnp.int32(raster_group_m * column_groups)
+    row = lax.div(cta, per_group) * raster_group_m + lax.rem(lax.rem(cta, per_group), jnp.int32(raster_group_m))
+    row = row * rows_of_cluster + lax.axis_index(PAIR) if config.shares_weights else row
+    return lax.min(row, jnp.int32(row_tiles - 1))
 
 
 def _walk(config: GemmConfig | PackedConfig, column_tiles: int) -> tuple[int, int, int]:

@@ -229,6 +229,8 @@ def test_codes_fit():
         desc = decode_desc(width, width, is_e4m3=True)
         config = choose_config(desc, SMS)
         assert config_error(desc, config) is None and config.num_stages > 1
+        assert config.block_kv == (64 if width == 256 else 128)
+        assert choose_config(decode_desc(width, width), SMS).block_kv == 64
     assert "width=192, value_width=128 in e4m3" in config_error(decode_desc(192, 128, is_e4m3=True), config)
     latent = decode_desc(256, 128, num_kv_heads=1, is_latent=True, is_e4m3=True)
     assert "values of their own" in config_error(latent, config)
@@ -263,6 +265,9 @@ def test_choice_fits():
         (False, dict(is_e4m3=True)),
         (False, dict(num_queries=2, num_heads=8)),
         (False, dict(num_heads=32)),
+        (True, dict(num_heads=32, batch=67)),  # with 16 columns more tiles than SMs
+        (False, dict(num_heads=32, batch=66)),
+        (False, dict(num_heads=48, batch=67)),
         (False, dict(value_width=192)),
         (False, dict(width=192)),
         (False, dict(batch=1)),
@@ -507,6 +512,11 @@ def test_who_has_whole_tiles():
     assert is_whole(num_queries=2) and not is_whole(num_queries=3)  # of 24 columns
     narrow = dict(width=64, value_width=64, num_heads=1, num_kv_heads=1, num_slots=256)
     assert is_whole(**narrow) and not is_whole("int8_row", **narrow)  # which no launch behind them quantizes
+    # Splits of so many heads have no launch that quantizes them with one scale a row, if the row is short.
+    many = dict(batch=48, num_slots=8192, num_heads=128, num_kv_heads=8, window=1000)
+    assert is_whole("e4m3_row", **many) and not is_whole(**many)
+    desc = dataclasses.replace(decode_desc(128, 128), **many | dict(window=4000))
+    assert not choose_config(desc, SMS, rows=rows_of(desc, "e4m3_row", None)).whole_tiles
 
     def latents(**options):
         sizes = dict(batch=64, num_slots=1032, num_heads=128, num_kv_heads=1, is_latent=True)

@@ -5,6 +5,7 @@ Layout contract: see gemm_problem.py. The numerics of the Hopper kernel are in t
 
 import dataclasses
 import functools
+import itertools
 import re
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from pallas_kernels.grouped_gemm import (
     config_error,
     grouped_gemm,
     pipeline_sm90,
+    scheduler_sm90,
 )
 from pallas_kernels.grouped_gemm.api import describe_gemm
 from pallas_kernels.grouped_gemm.config import shared_arrays, shared_memory
@@ -623,3 +625,27 @@ def test_schedule_visits_every_tile_once(row_tiles, column_tiles, raster_group_m
     assert np.all(np.diff(np.asarray(m) // raster_group_m) >= 0)
     counts = [int(tiles_of_cta(jnp.int32(b), jnp.int32(total), blocks)) for b in range(blocks)]
     assert counts == [len(range(b, total, blocks)) for b in range(blocks)]
+
+
+@pytest.mark.parametrize("cluster", [dict(), dict(cluster=2), dict(cluster=2, shares_weights=True)], ids=str)
+@pytest.mark.parametrize(
+    ("row_tiles", "column_tiles", "raster_group_m"), [(16, 12, 8), (40, 3, 2), (16, 5, 16), (1, 1, 8)]
+)
+def test_likely_row_is_the_first_tile(monkeypatch, row_tiles, column_tiles, raster_group_m, cluster):
+    """Of every CTA that has a tile, where raster groups are full; and never a row tile that is none."""
+    config = GemmConfig(128, 128, 3, raster_group_m, num_sms=132, **cluster)
+    taken, place = {}, {}
+    monkeypatch.setattr(scheduler_sm90.lax, "axis_index", lambda name: jnp.int32(place[name]))
+    monkeypatch.setattr(scheduler_sm90.pl, "when", lambda condition: lambda body: body() if bool(condition) else None)
+
+    def produce(num_tiles, tile):
+        taken[place["block"], place["pair"]] = int(tile(0, 0).row) if int(num_tiles) else None
+
+    experts, number = jnp.arange(row_tiles), jnp.full((1,), row_tiles)
+    for block, pair in itertools.product(range(132 // config.cluster), range(config.cluster)):
+        place |= dict(block=block, pair=pair, warpgroup=config.num_consumers)
+        options = dict(registers=None, produce=produce, consume=lambda tile: None)
+        scheduler_sm90.run_tiles(config, experts, number, column_tiles, jnp.int32(1), **options)
+        found, first = int(scheduler_sm90.likely_row(config, row_tiles, column_tiles)), taken[block, pair]
+        assert 0 <= found < row_tiles and (first is None or row_tiles < raster_group_m or found == first)
+    assert sum(first is not None for first in taken.values()) >= min(row_tiles * column_tiles, 40)
