@@ -119,9 +119,12 @@ def decode_cases() -> Iterator[Case]:
                 if name != "sinks":
                     yield decode_case(name, desc, choose_config(desc, SMS))
         if max(widths) <= 128:
-            for own in ({}, dict(num_slots=69_952, num_pages=9_999, window=150)):
-                desc = decode_desc(*widths, batch=64, **own)
-                yield decode_case(f"two CTAs an SM, {desc.num_slots} slots", desc, choose_config(desc, SMS))
+            long: dict[str, Any] = dict(num_slots=69_952, num_pages=9_999, window=150)
+            for own in ({}, long, dict(num_heads=32, batch=67), dict(num_heads=32, batch=67, **long)):
+                desc = dataclasses.replace(decode_desc(*widths, batch=64), **own)
+                config = choose_config(desc, SMS)
+                name = f"two CTAs an SM, {desc.num_slots} slots, {config.columns} columns"
+                yield decode_case(name, desc, config)
         desc = decode_desc(*widths, num_queries=3, window=150, has_sinks=True)
         if widths[0] == widths[1]:
             yield combine_case("three queries, window, sinks", desc, choose_config(desc, SMS))
