@@ -238,7 +238,8 @@ ONE_ROUND, TWO_ROUNDS = range(128, 133), 256  # tiles
 def choose_config(
     desc: DecodeDesc, num_sms: int, form: DecodeForm | None = None, rows: PermuteDesc | None = None
 ) -> DecodeConfig:
-    """As many stages as fit; steps of 64 slots where heads are wide; up to 32 columns, of MLA 8: so nothing spills.
+    """As many stages as fit; longer steps than 64 slots for narrow heads alone, up to 32 columns, of MLA 8: so nothing
+    spills.
 
     form: None for the one of FEW, MANY_LATENTS and FULL_LATENTS. Calls that cannot have queries as rows are FEW. rows:
     how the outputs are quantized, None for not at all.

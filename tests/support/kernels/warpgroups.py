@@ -141,7 +141,6 @@ def stand_ins() -> dict[str, Any]:
         wgmma_wait=nothing,
         commit_smem=nothing,
         wait_smem_to_gmem=nothing,
-        commit_smem_to_gmem_group=nothing,
         barrier_wait=_wait,
         barrier_arrive=_arrive,
         copy_gmem_to_smem=_copy_in,
@@ -200,8 +199,7 @@ def _copy_in(source: Any, target: Memory, at: Any) -> None:
     _arrive(at)
 
 
-def _copy_out(source: Memory, target: Memory, predicate: Any = None, commit_group: bool = True) -> None:
-    del commit_group
+def _copy_out(source: Memory, target: Memory, predicate: Any = None) -> None:
     if predicate is None or bool(predicate):
         target.array[...] = source.array[tuple(slice(extent) for extent in target.shape)]
 
