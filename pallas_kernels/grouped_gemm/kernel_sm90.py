@@ -73,13 +73,14 @@ def _kernel(desc: Any, config: Any, main_loop: MainLoop, *refs: TileRef, **alloc
     warpgroup = lax.axis_index("warpgroup")
     parts = desc.k_parts if isinstance(desc, GemmDesc) else 1
     steps, column_tiles = -(-desc.k // (parts * config.block_k(desc))), -(-desc.n // config.block_n)
-    # Read here, the first tile's expert comes while the number of tiles does, and then out of L1. And a value >= 0 that
-    # only the device knows hides the number of steps from LLVM, which unrolls loops of up to about eight: 32 TMA copies
-    # in the producer, and spills in both roles.
+    # Read here, the first tile's expert comes while the number of tiles does, and then out of L1. And a number >= 0 whose
+    # range LLVM does not know hides the number of steps from it: it unrolls loops of up to about eight, which makes 32
+    # TMA copies in the producer, and spills in both roles. A tile out of use may have any expert.
     expert = operands["tile_expert"][likely_row(config, operands["tile_expert"].shape[0], column_tiles)]
+    unknown = lax.min(lax.max(expert, jnp.int32(0)), operands["num_tiles"][0])
 
     def hidden(number):
-        return lax.min(jnp.int32(number), lax.bitwise_and(expert, jnp.int32(0xFFFF)) + number)
+        return lax.min(jnp.int32(number), unknown + number)
 
     behind = hidden(main_loop.epilogue_steps) if main_loop.epilogue_steps else None
     scratch = Scratch(**allocated)

@@ -32,7 +32,7 @@ def structs(tree):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 def test_any_number_of_tokens(scheme):
     """What a program for that number gives, whose tiles are others; on a way through bytes."""
     config = cases.make_config(scheme, has_bias=True)

@@ -14,7 +14,7 @@ CALIBRATED = ("fp8_tensor_static", "nvfp4", "nvfp4_modelopt")  # need a checkpoi
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in CALIBRATED])
-@pytest.mark.sample(6)
+@pytest.mark.sample(11)
 def test_the_same_bits_with_64_bit_numbers(scheme):
     layer = moe_jax.FusedMoE(4, 256, 256, top_k=2, scheme=scheme, rngs=nnx.Rngs(0), dtype=jnp.float32)
     rng = np.random.default_rng(0)

@@ -51,7 +51,7 @@ def test_temporaries_are_those_of_one_expert(scheme, is_split):
     assert few.temp_size_in_bytes <= few.output_size_in_bytes + 5 * one_expert
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("scheme", MADE_ONLINE)
 def test_a_key_gives_the_same_experts_everywhere(scheme):
     """In a trace, outside, and over a mesh with an empty slot and padding, bit for bit."""

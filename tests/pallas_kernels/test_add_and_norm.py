@@ -278,7 +278,7 @@ def test_config_of_a_router():
 
 
 @pytest.mark.parametrize("case", add_and_norm_cases(), ids=lambda case: case.name)
-@pytest.mark.sample(3)
+@pytest.mark.sample(7)
 def test_lowers_for_cuda(case):
     assert case.launches() == 1
 

@@ -308,7 +308,7 @@ def test_forms_of_latents():
 
 
 @pytest.mark.parametrize("case", decode_cases(), ids=lambda case: case.name)
-@pytest.mark.sample(6)
+@pytest.mark.sample(11)
 def test_lowers_for_cuda(case):
     assert case.launches() == 1
 
@@ -530,6 +530,7 @@ def test_who_has_whole_tiles():
 
 @pytest.mark.parametrize(("quantization", "count"), [("none", 1), ("e4m3_group", 1), ("int8_row", 2)])
 @pytest.mark.parametrize("kind", ["plain", "sinks", "codes"])
+@pytest.mark.sample(2)
 def test_whole_tiles_are_one_launch(kind, quantization, count):
     """And one more for scales a row."""
     cached = jnp.float8_e4m3fn if kind == "codes" else jnp.bfloat16
@@ -618,6 +619,7 @@ def in_runs(desc, config, share, is_part, units, parts):
 @pytest.mark.parametrize("joins_rest", [False, True])
 @pytest.mark.parametrize("doubles_at", [(), (100,)], ids=["equal splits", "longer splits"])
 @pytest.mark.parametrize("swap_ab", [True, False], ids=["keys are rows", "queries are rows"])
+@pytest.mark.sample(3)
 def test_combine_in_lockstep(monkeypatch, swap_ab, doubles_at, joins_rest):
     """Sums of up to ten splits, three loaded at once, with the bits of all at once; those of splits that no query sees
     are not read. The first row has half as many, twice as long, where ``doubles_at`` says so. Where keys are rows,

@@ -237,7 +237,7 @@ WIDE = dict(swap_ab=True, block_n=256)  # of a configuration
 
 @pytest.mark.parametrize("block_m", [64, 128])
 @pytest.mark.parametrize("name", GEMMS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_lowers_for_cuda(name, block_m):
     desc = gemm(name)
     config = candidates(desc, block_m, 132)[0]

@@ -132,7 +132,7 @@ def test_config_error():
 
 
 @pytest.mark.parametrize("case", norm_and_multiply_cases(), ids=lambda case: case.name)
-@pytest.mark.sample(4)
+@pytest.mark.sample(7)
 def test_lowers_for_cuda(case):
     assert case.launches() == 1
 

@@ -216,7 +216,7 @@ def test_refused_calls():
 
 
 @pytest.mark.parametrize("case", list(nvlink_dispatch_cases()), ids=lambda case: case.name)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_lowers_for_cuda(case):
     if case.mesh:
         names, sizes = zip(*case.mesh, strict=True)

@@ -326,7 +326,7 @@ def test_wrong_calls():
 
 
 @pytest.mark.parametrize("case", [*permute_cases(), *gather_cases()], ids=lambda case: case.name)
-@pytest.mark.sample(6)
+@pytest.mark.sample(11)
 def test_lowers_for_cuda(case):
     assert case.launches() == 1
 

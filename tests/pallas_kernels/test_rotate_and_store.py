@@ -231,7 +231,7 @@ def test_config_error():
 
 
 @pytest.mark.parametrize("case", rotate_and_store_cases(), ids=lambda case: case.name)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_lowers_for_cuda(case):
     """One launch, which writes into the caches it is given."""
     text = case.lowered()

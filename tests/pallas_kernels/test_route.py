@@ -197,7 +197,7 @@ def test_parts_in_lockstep(monkeypatch):
 
 @pytest.mark.parametrize("quarter", [None, 0, 2])
 @pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 def test_one_token_in_lockstep(monkeypatch, name, quarter):
     """Routed and aligned by a warp, masked or not: what the references make of it. quarter: of the experts, that get
     rows; some of these have no expert of the token."""

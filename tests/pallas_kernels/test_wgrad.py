@@ -141,6 +141,7 @@ def test_the_widest_tile_that_fits_is_chosen():
 
 
 @pytest.mark.parametrize("case", [case for case in wgrad_cases() if "128 x" in case.name], ids=lambda case: case.name)
+@pytest.mark.sample(3)
 def test_lowers(case):
     assert case.launches() == 1
 

@@ -17,12 +17,14 @@ _jaxtyped = jaxtyping.jaxtyped
 
 def jaxtyped(function=None, *, typechecker):
     """In place of jaxtyping's: the same checks of what the packages have, but for trees of arrays (PyTree), which they
-    do not.
+    do not. A function inside another stays as it is: each call makes it anew, and wrapping it takes longer than it runs.
     """
     if function is None:
         return functools.partial(jaxtyped, typechecker=typechecker)
     if dataclasses.is_dataclass(function) and "__init__" in vars(function):
         function.__init__ = jaxtyped(function.__init__, typechecker=typechecker)
+        return function
+    if "<locals>" in getattr(function, "__qualname__", ""):
         return function
     if not inspect.isfunction(function) or any(map(_speaks_of_arrays, function.__annotations__.values())):
         return _jaxtyped(function, typechecker=typechecker)

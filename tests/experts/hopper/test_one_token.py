@@ -90,7 +90,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("scheme", "options"), LAYERS)
-@pytest.mark.sample(5)
+@pytest.mark.sample(9)
 def test_plumbing_on_kernel_references(scheme, options):
     check(scheme, "reference", **options)
 
