@@ -73,9 +73,9 @@ def _kernel(desc: Any, config: Any, main_loop: MainLoop, *refs: TileRef, **alloc
     warpgroup = lax.axis_index("warpgroup")
     parts = desc.k_parts if isinstance(desc, GemmDesc) else 1
     steps, column_tiles = -(-desc.k // (parts * config.block_k(desc))), -(-desc.n // config.block_n)
-    # Read here, the first tile's expert comes while the number of tiles does, and then out of L1. And a number >= 0 whose
-    # range LLVM does not know hides the number of steps from it: it unrolls loops of up to about eight, which makes 32
-    # TMA copies in the producer, and spills in both roles. A tile out of use may have any expert.
+    # Read here, the first tile's expert comes while the number of tiles does, and then out of L1. And a number >= 0
+    # whose range LLVM does not know hides the number of steps from it: it unrolls loops of up to about eight, which
+    # makes 32 TMA copies in the producer, and spills in both roles. A tile out of use may have any expert.
     expert = operands["tile_expert"][likely_row(config, operands["tile_expert"].shape[0], column_tiles)]
     unknown = lax.min(lax.max(expert, jnp.int32(0)), operands["num_tiles"][0])
 

@@ -17,7 +17,7 @@ _jaxtyped = jaxtyping.jaxtyped
 
 def jaxtyped(function=None, *, typechecker):
     """In place of jaxtyping's: the same checks of what the packages have, but for trees of arrays (PyTree), which they
-    do not. A function inside another stays as it is: each call makes it anew, and wrapping it takes longer than it runs.
+    do not. A function inside another stays as it is: it is made anew at each call, and wrapped in longer than it runs.
     """
     if function is None:
         return functools.partial(jaxtyped, typechecker=typechecker)

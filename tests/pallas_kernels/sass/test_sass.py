@@ -100,8 +100,8 @@ def test_register_budgets_fit_the_entry_allocation(kernels):
     def is_wrong(k):
         if not k["register_limits"]:
             return k["registers"] * k["threads"] > REGISTERS
-        # Consumers' code stands last in every kernel, and they share its number; each other warpgroup has its own. A sum
-        # above what the block entered with would never return.
+        # Consumers' code stands last in every kernel, and they share its number; each other warpgroup has its own. A
+        # sum above what the block entered with would never return.
         limits, warpgroups = k["register_limits"], k["threads"] // 128
         wanted = sum(limits) + limits[-1] * (warpgroups - len(limits))
         is_kept = limits[-1] > min(limits) and wanted <= k["registers"] * warpgroups
