@@ -54,7 +54,9 @@ def report(name: str, instruction: str | None, base: str) -> dict:
         notes=sorted(set(re.findall(r"\((C\d+)\)", log))),
         serialized="serialized" in log,
         wgmma=sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m64n\d+k\d+\.\w+\.\w+\.\w+)", ptx))),
-        register_limits=[int(n) for n in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)],
+        register_limits=[
+            (way, int(n)) for way, n in re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32\s+(\d+)", ptx)
+        ],
         threads=int(re.search(r"\.maxntid (\d+)", ptx).group(1)),
         before_wait=sorted(set(starts[: starts.index("ACQBULK")])) if "PREEXIT" in counts else None,
         loop=of_loop(sass),

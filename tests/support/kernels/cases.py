@@ -234,10 +234,10 @@ def tall_cases() -> Iterator[Case]:
 
 
 def sharing_cases() -> Iterator[Case]:
-    """One matrix for all rows, whose K consumers share."""
+    """One matrix for all rows, whose K consumers share; the rows in use are known."""
     for name in ("bf16", "int8 row", "fp8 block, bias"):
-        for block_m in (8, 64, 96):
-            desc = dataclasses.replace(gemm(name), rows=block_m, num_experts=1, k=3072)
+        for block_m in (8, 16, 64, 96):
+            desc = dataclasses.replace(gemm(name), rows=block_m, num_experts=1, k=3072, has_tile_rows=True)
             sharing = GemmConfig(block_m, 64, 3, swap_ab=True, sharers=3)
             for config in (choose_gemm_config(desc, block_m, H200_SMS), sharing):
                 assert config.sharers > 1
