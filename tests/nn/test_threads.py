@@ -71,13 +71,15 @@ def test_a_call_has_weights_and_bias_of_one_version(layer, read):
         loader = layer._new_loader()
         loader.load(tensors(version))
         loaders.append((loader.finish(), loader.correction_bias))
-    found = while_reloading(
-        [lambda version: layer.set_weights(loaders[version][0], correction_bias=loaders[version][1])],
-        lambda: read(layer),
-        400,
-    )
-    assert all(first == second for first, second in found)
-    assert {first for first, _ in found} == {0, 1}
+
+    def both_were_seen(found):
+        return {first for first, _ in found} == {0, 1}
+
+    def install(version):
+        layer.set_weights(loaders[version][0], correction_bias=loaders[version][1])
+
+    found = while_reloading([install], lambda: read(layer), 400, both_were_seen)
+    assert both_were_seen(found) and all(first == second for first, second in found)
 
 
 def test_an_answer_is_that_of_one_version(layer):
