@@ -84,14 +84,14 @@ def test_the_matrix_instruction_is_the_one_meant(kernels):
 
 def test_few_instructions_unpack_weights(kernels):
     """Of bits and integers in a step of 16 rows: for each product of 64 x 16 weights, 8 to a thread, what masks,
-    turned words and scales take, and for all else 18, or 36 where four warpgroups share K.
+    turned words and scales take, and for all else 18; where four warpgroups share K 28, with NVFP4 33.
     """
     rates = {"int4 g128": 5, "int4 channel": 5, "mxfp4": 6.75, "nvfp4": 7.5}
 
     def is_wrong(k):
         kind = re.match(r"grouped_gemm_packed ([^,]*?)(?: gated)?, PackedConfig\(block_m=16,", k["name"])
         rate = rates.get(kind.group(1)) if kind else None
-        rest = 36 if "k_split=4" in k["name"] else 18
+        rest = 18 if "k_split=4" not in k["name"] else 33 if "nvfp4" in k["name"] else 28
         return rate is not None and k["loop"]["bits"] > rate * k["loop"]["matrix"] + rest
 
     assert not failing(kernels, is_wrong)
@@ -99,15 +99,15 @@ def test_few_instructions_unpack_weights(kernels):
 
 def test_register_budgets_fit_the_entry_allocation(kernels):
     def is_wrong(k):
-        ways, limits = zip(*k["register_limits"], strict=True) if k["register_limits"] else ((), ())
         entered, warpgroups = k["registers"], k["threads"] // 128
-        if not limits:
+        if not k["register_limits"]:
             return entered * k["threads"] > REGISTERS
         # Consumers' code stands last in every kernel, and they share its number; each other warpgroup has its own. A
         # sum above what the block entered with would never return.
+        ways, limits = zip(*k["register_limits"], strict=True)
         wanted = sum(limits) + limits[-1] * (warpgroups - len(limits))
-        turns = all(n >= entered if way == "inc" else n <= entered for way, n in zip(ways, limits, strict=True))
-        fits = ways[-1] == "inc" and len(limits) <= warpgroups and wanted <= entered * warpgroups
-        return not (turns and fits and k["sass"].get("USETMAXREG") == len(limits))
+        go_their_way = all(n >= entered if way == "inc" else n <= entered for way, n in k["register_limits"])
+        fit = ways[-1] == "inc" and len(limits) <= warpgroups and wanted <= entered * warpgroups
+        return not (go_their_way and fit and k["sass"].get("USETMAXREG") == len(limits))
 
     assert not failing(kernels, is_wrong)
