@@ -104,7 +104,7 @@ def _align(desc: AlignDesc, config: AlignConfig, ids: Ref, *refs: Ref, **scratch
 def _ranks(desc: AlignDesc, config: AlignConfig, ids: Ref, *refs: Ref, counts: Ref) -> None:
     mosaic.begin()
     *offset, ranks, by_cta = refs
-    cta = _Cta(desc, config, ids, *offset, index=lax.axis_index("cta"))
+    cta = AlignCta(desc, config, ids, *offset, index=lax.axis_index("cta"))
     cta.take_ranks(counts, ranks)
 
     def publish(e, is_expert):
@@ -118,7 +118,7 @@ def _rows(
 ) -> None:
     mosaic.begin()
     offset, outputs = (refs[:1], refs[1:]) if desc.has_offset else ((), refs)
-    cta = _Cta(desc, config, ids, *offset, index=lax.axis_index("cta"))
+    cta = AlignCta(desc, config, ids, *offset, index=lax.axis_index("cta"))
 
     def add_up(e, is_expert):
         total = own = simt.constant(0)
@@ -138,20 +138,20 @@ def align_pairs(
     desc: AlignDesc, config: AlignConfig, ids: Ref, offset: Ref | None, *outputs: Ref, **scratch: Ref
 ) -> None:
     """The work of one CTA. ids as of ``align_sm90``, offset: (1,) int32 or None, both in global memory."""
-    cta = _Cta(desc, config, ids, offset)
+    cta = AlignCta(desc, config, ids, offset)
     cta.take_ranks(scratch["counts"], outputs[0], scratch.get("bits"))
     cta.finish(outputs[0], None, outputs, **scratch)
 
 
-class _Cta:
+class AlignCta:
     """A CTA's share of the work, all of its threads: pairs and tiles by turns with the other CTAs, every expert."""
 
     def __init__(self, desc: AlignDesc, config: AlignConfig, ids: Ref, offset: Ref | None = None, index: Scalar = 0):
-        self.desc, self.ids, self.index = desc, ids, index
+        self.desc, self.ids, self.index, self.is_alone = desc, ids, index, config.num_ctas == 1
         self.first_expert = None if offset is None else offset[0]
         self.thread = simt.thread_index()
         self.threads = config.num_warpgroups * sm90.WARPGROUP
-        self.first = self.thread if config.num_ctas == 1 else self.thread + index * self.threads  # pair and tile
+        self.first = self.thread if self.is_alone else self.thread + index * self.threads  # pair and tile
         self.stride = config.num_ctas * self.threads
 
     def each_expert(self, body: Callable[[Value, Value], None]) -> None:
@@ -164,13 +164,17 @@ class _Cta:
 
         def step(i, _):
             pairs = [self.first + (i * together + j) * self.stride for j in range(together)]
-            owners = [self._id(pair) for pair in pairs]
-            if self.first_expert is not None:
-                owners = [owner - self.first_expert for owner in owners]
-            body(pairs, owners, [(owner >= 0) & (owner < self.desc.num_experts) for owner in owners])
+            body(pairs, *self.owners(pairs))
             return 0
 
         lax.fori_loop(0, -(-self.desc.num_pairs // (self.stride * together)), step, 0)
+
+    def owners(self, pairs: list[Value]) -> tuple[list[Value], list[Value]]:
+        """(the expert of each pair, whether it is routed); pairs past the last are not."""
+        owners = [self._id(pair) for pair in pairs]
+        if self.first_expert is not None:
+            owners = [owner - self.first_expert for owner in owners]
+        return owners, [(owner >= 0) & (owner < self.desc.num_experts) for owner in owners]
 
     def _id(self, pair: Value) -> Value:
         """What a pair is routed to, negative past the last pair and for an id beyond 32 bits."""
@@ -221,20 +225,8 @@ class _Cta:
     ) -> None:
         """Write ``desc.outputs``. counts: pairs of each expert; before: those of them in CTAs before this one, or None.
         bits: of ``take_ranks``."""
-        desc, experts = self.desc, self.desc.num_experts
-        row_of, group_sizes, tile_expert, tile_rows, num_tiles, *tile_bits = outputs
-
-        def to_tiles(e, is_expert):
-            size = simt.load(counts, e, is_expert, 0)
-            simt.store(ends, e, _tiles(desc, size), is_expert)
-            is_mine = is_expert if before is None else is_expert & (self.first < self.threads)  # the first CTA's
-            simt.store(group_sizes, e, size, is_mine)
-
-        self.each_expert(to_tiles)
-        _sum_up(ends, sums, self.thread, self.threads, experts)
-
-        def first_tile(e, mask):
-            return simt.load(ends, e, mask, 0) - _tiles(desc, simt.load(counts, e, mask, 0))
+        desc, row_of = self.desc, outputs[0]
+        self.sum_tiles(outputs, counts, ends, sums)
 
         def place(pairs, owners, are_routed):
             if desc.top_k:
@@ -242,12 +234,29 @@ class _Cta:
             else:
                 own = [simt.load(ranks, pair, routed, 0) for pair, routed in zip(pairs, are_routed, strict=True)]
             for pair, owner, routed, rank in zip(pairs, owners, are_routed, own, strict=True):
-                row = first_tile(owner, routed) * desc.block_m + rank
+                row = self._first_tile(owner, routed, counts, ends) * desc.block_m + rank
                 if before is not None and not desc.top_k:
                     row = row + simt.load(before, owner, routed, 0)
                 simt.store(row_of, pair, jnp.where(routed, row, simt.constant(-1)), pair < desc.num_pairs)
 
         self.each_pair(place)
+        self.describe_tiles(outputs, counts, ends, bits)
+
+    def sum_tiles(self, outputs: tuple[Ref, ...], counts: Ref, ends: Ref, sums: Ref) -> None:
+        """``ends``: tiles of each expert and those before it, of ``counts``. The first CTA writes the group sizes."""
+
+        def to_tiles(e, is_expert):
+            size = simt.load(counts, e, is_expert, 0)
+            simt.store(ends, e, tiles_of(self.desc, size), is_expert)
+            simt.store(outputs[1], e, size, is_expert if self.is_alone else is_expert & (self.first < self.threads))
+
+        self.each_expert(to_tiles)
+        _sum_up(ends, sums, self.thread, self.threads, self.desc.num_experts)
+
+    def describe_tiles(self, outputs: tuple[Ref, ...], counts: Ref, ends: Ref, bits: Ref | None = None) -> None:
+        """Write this CTA's share of the tiles, of ``counts`` and their ``ends``."""
+        desc, experts = self.desc, self.desc.num_experts
+        _, _, tile_expert, tile_rows, num_tiles, *tile_bits = outputs
 
         def describe(tile, is_tile):
             expert = _first_end_behind(ends, tile, is_tile, experts)
@@ -255,7 +264,7 @@ class _Cta:
             if desc.top_k:
                 rows = simt.constant(desc.num_tokens)
             else:
-                past = (tile - first_tile(expert, in_use)) * desc.block_m
+                past = (tile - self._first_tile(expert, in_use, counts, ends)) * desc.block_m
                 rows = jnp.minimum(simt.load(counts, expert, in_use, 0) - past, desc.block_m)
             simt.store(tile_expert, tile, jnp.where(in_use, expert, simt.constant(-1)), is_tile)
             simt.store(tile_rows, tile, jnp.where(in_use, rows, simt.constant(0)), is_tile)
@@ -265,6 +274,9 @@ class _Cta:
         _each(desc.num_tiles, self.first, self.stride, describe)
         is_it = self.first == 0
         simt.store(num_tiles, simt.constant(0), simt.load(ends, simt.constant(experts - 1), is_it, 0), is_it)
+
+    def _first_tile(self, expert: Value, mask: Value, counts: Ref, ends: Ref) -> Value:
+        return simt.load(ends, expert, mask, 0) - tiles_of(self.desc, simt.load(counts, expert, mask, 0))
 
 
 def _each(total: int, first: Value, stride: int, body: Callable[[Value, Value], None]) -> None:
@@ -278,7 +290,8 @@ def _each(total: int, first: Value, stride: int, body: Callable[[Value, Value], 
     lax.fori_loop(0, -(-total // stride), step, 0)
 
 
-def _tiles(desc: AlignDesc, size: Value) -> Value:
+def tiles_of(desc: AlignDesc, size: Value) -> Value:
+    """Of an expert with so many pairs."""
     if desc.top_k:
         return jnp.minimum(size, 1)
     return lax.div(size + (desc.block_m - 1), jnp.full_like(size, desc.block_m))

@@ -142,19 +142,21 @@ class RowQuantizer:
 
         always: whether all targets are rows; else those below 0 are left out. part: of the row's ``desc.parts`` alone.
         """
-        kind, group = self.desc.microscaling_kind, self.desc.microscaling_group
-        if self.desc.is_grouped:
-            stores = self._groups(token, part)
-        elif kind is not None and group is not None:
-            stores = self._microscaling(token, kind, group)
-        else:
-            stores = self._whole_row(token)
-        for store in stores:
+        for store in self.stores(token, part):
             for row in targets:
                 if always:
                     store(row)
                 else:
                     pl.when(row >= 0)(functools.partial(store, row))
+
+    def stores(self, token: Scalar, part: Scalar | None = None) -> Iterator[Store]:
+        """Quantize row ``token`` of x, or its ``part``, piece by piece: what writes each to a row."""
+        kind, group = self.desc.microscaling_kind, self.desc.microscaling_group
+        if self.desc.is_grouped:
+            return self._groups(token, part)
+        if kind is not None and group is not None:
+            return self._microscaling(token, kind, group)
+        return self._whole_row(token)
 
     def _load(self, token: Scalar, start: Scalar, length: int, layout: Layout) -> Value:
         return mosaic.load(self.x.at[token, pl.ds(start, length)], layout=layout, optimized=False)

@@ -1,8 +1,8 @@
 """The experts of a call as a sequence of Pallas kernels for Hopper GPUs.
 
-    [route] -> align -> quantize_and_permute -> grouped GEMM 1 (scales, bias, activation; where the scale of the hidden
-    rows is local and a tile has its columns, their requantization) -> else requantization of the rows -> grouped GEMM 2
-    (scales, bias) -> combine in float32
+    [route] -> align -> quantize_and_permute (of few tokens one launch with align) -> grouped GEMM 1 (scales, bias,
+    activation; where the scale of the hidden rows is local and a tile has its columns, their requantization) -> else
+    requantization of the rows -> grouped GEMM 2 (scales, bias) -> combine in float32
 
 A token by itself has tiles of one row: grouped GEMM 2 then may add up the rows that it makes, or, of plain weights,
 quantize those that it takes.
@@ -39,19 +39,22 @@ from moe_jax.experts._backend import whole_logits
 from moe_jax.experts.hopper._adapters import Addend
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
 from moe_jax.experts.hopper._plan import Plan, make_plan
-from moe_jax.experts.hopper._rows import kind_of, of_rows, rows_on_grid, tensor_scale
+from moe_jax.experts.hopper._rows import how_tokens_move, kind_of, moving_tokens, of_rows, rows_on_grid, tensor_scale
 from moe_jax.quantization import ExpertWeights, LowRank
 from moe_jax.routing import Routing, RoutingParams, validate_routing
 from moe_jax.routing._route import groups_of
 from pallas_kernels.align import TileMap, align
+from pallas_kernels.align.api import describe as describe_tiles
+from pallas_kernels.align_and_permute import align_and_permute
+from pallas_kernels.align_and_permute import config_error as together_error
 from pallas_kernels.combine import RoutedRows, combine
 from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.nvlink_dispatch import DispatchedRows, place_rows
-from pallas_kernels.quantize_and_permute import quantize_and_permute
+from pallas_kernels.quantize_and_permute import PermuteDesc, quantize_and_permute
 from pallas_kernels.route import route, route_and_align
-from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from pallas_kernels.route.config import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, fused_tokens
 
 # -- from tokens and their experts, from router logits, from rows that arrived ----------------------------------------
 
@@ -70,6 +73,9 @@ def forward(
     """``Backend.run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
     beside = beside_products(kernels)
+    if aligns_and_moves(config, weights, plan, x, kernels):
+        experts = _with_rows(config, weights, plan, x, topk_ids, kernels)
+        return experts.summed(x, None, topk_weights, None, out_dtype)
     tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=beside)
     if weights.has_adapters:
         of_tokens = functools.partial(
@@ -101,23 +107,34 @@ def forward_layer(
     if config.router_logits_dtype is not None:
         router_logits = whole_logits(router_logits).astype(config.router_logits_dtype)
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
-    routed = route_and_align(
-        router_logits,
-        config.top_k,
-        plan.block_m,
-        **router_arguments(config, params),
-        token_mask=token_mask,
-        unpermuted=plan.unpermuted,
-        tokens=_to_quantize(x, plan, weights),
-        implementation=beside_products(kernels),
-    )
-    experts = Experts(config, weights, plan, routed.tiles, kernels)
-    tokens = (x if routed.codes is None else routed.codes), routed.scales
-    if is_combined or plan.adds_up:
-        y = experts.summed(*tokens, routed.weights, shared, x.dtype)
+    if x.shape[0] > fused_tokens(config.num_experts) and aligns_and_moves(config, weights, plan, x, kernels):
+        topk_weights, ids = route(
+            router_logits,
+            config.top_k,
+            **router_arguments(config, params),
+            token_mask=token_mask,
+            implementation=kernels,
+        )
+        experts, tokens = _with_rows(config, weights, plan, x, ids, kernels), (x, None)
     else:
-        y = RoutedRows(experts(*tokens), routed.tiles.row_of, routed.weights, shared)
-    return y, routed.ids, routed.tiles.group_sizes
+        routed = route_and_align(
+            router_logits,
+            config.top_k,
+            plan.block_m,
+            **router_arguments(config, params),
+            token_mask=token_mask,
+            unpermuted=plan.unpermuted,
+            tokens=_to_quantize(x, plan, weights),
+            implementation=beside_products(kernels),
+        )
+        topk_weights, ids = routed.weights, routed.ids
+        experts = Experts(config, weights, plan, routed.tiles, kernels)
+        tokens = (x if routed.codes is None else routed.codes), routed.scales
+    if is_combined or plan.adds_up:
+        y = experts.summed(*tokens, topk_weights, shared, x.dtype)
+    else:
+        y = RoutedRows(experts(*tokens), experts.tiles.row_of, topk_weights, shared)
+    return y, ids, experts.tiles.group_sizes
 
 
 def forward_arrived(
@@ -204,6 +221,35 @@ def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[st
     )
 
 
+def aligns_and_moves(config: MoEConfig, weights: ExpertWeights, plan: Plan, x: Any, kernels: str) -> bool:
+    """Whether one launch aligns the tokens of a call and moves them to their rows. x: (T, H), or its shape."""
+    how, (num_tokens, width) = how_tokens_move(config, weights), x.shape
+    if plan.unpermuted or weights.has_adapters or how is None or kernels == "portable":
+        return False
+    given: Any = dict(has_offset=False, unpermuted=False)
+    tiles = describe_tiles(num_tokens, config.top_k, weights.num_experts, plan.block_m, **given)
+    rows = PermuteDesc(num_tokens, width, config.top_k, tiles.num_rows, jnp.dtype(x.dtype).name, how)
+    return together_error(tiles, rows) is None
+
+
+def _with_rows(
+    config: MoEConfig, weights: ExpertWeights, plan: Plan, x: Array, topk_ids: Array, kernels: str
+) -> "Experts":
+    """Of a call that ``aligns_and_moves``."""
+    moving = moving_tokens(config, weights, x)
+    assert moving is not None
+    tiles, rows, scales = align_and_permute(
+        topk_ids,
+        weights.num_experts,
+        plan.block_m,
+        moving.x,
+        quantization=moving.quantization,
+        scale=moving.scale,
+        implementation=kernels,
+    )
+    return Experts(config, weights, plan, tiles, kernels, (rows, moving.multiplier(scales)))
+
+
 def _quantized(x: Array, plan: Plan, weights: ExpertWeights, kernels: str) -> tuple[Array, Array | None]:
     """x and no scales; or where tokens are quantized where they are, its codes and their scales."""
     tokens = _to_quantize(x, plan, weights)
@@ -225,7 +271,8 @@ def _to_quantize(x: Array, plan: Plan, weights: ExpertWeights) -> dict[str, Any]
 class Experts:
     """The experts of one call: tokens that have been aligned -> the rows of their experts.
 
-    kernels: the implementation of every kernel, by name.
+    kernels: the implementation of every kernel, by name. moved: what grouped GEMM 1 takes, and what multiplies it,
+    where the tokens have been moved while they were aligned.
     """
 
     config: MoEConfig
@@ -233,6 +280,7 @@ class Experts:
     plan: Plan
     tiles: TileMap
     kernels: str
+    moved: tuple[Array, Array | None] | None = None
 
     def __call__(self, x: Array, x_scale: Array | None, **options: Any) -> Array:
         """x: tokens (T, H), or with ``x_scale`` their codes. Returns (Mp, H) in the layer's dtype. options: of grouped
@@ -372,6 +420,8 @@ class Experts:
     def _input_rows(self, x: Array, x_scale: Array | None) -> tuple[Array, Array | None]:
         """What grouped GEMM 1 takes, and what multiplies it."""
         config, weights, plan, kind = self.config, self.weights, self.plan, self._kind
+        if self.moved is not None:
+            return self.moved
         if plan.unpermuted:
             if kind in (None, "none"):
                 return x.astype(self._operand), None
@@ -382,26 +432,32 @@ class Experts:
         if x_scale is not None:
             return place_rows(x, x_scale, row_of, num_rows, implementation=self._row_kernels)
         permute = functools.partial(quantize_and_permute, implementation=self._row_kernels)
-        fmt, orders = weights.scheme.activations, weights.w13.g_idx
-        if kind is None or orders is not None:
-            ordered: dict[str, Any] = {} if orders is None else dict(columns=orders, tile_expert=self.tiles.tile_expert)
-            move = functools.partial(quantize_and_permute, quantization="none", implementation=self._movers, **ordered)
+        place = functools.partial(permute, row_of=row_of, num_rows=num_rows)
+        if (moving := moving_tokens(config, weights, x)) is not None:
+            return moving.by(place)
+        orders = weights.w13.g_idx
+        ordered: dict[str, Any] = {} if orders is None else dict(columns=orders, tile_expert=self.tiles.tile_expert)
+        move = functools.partial(
+            quantize_and_permute,
+            row_of=row_of,
+            num_rows=num_rows,
+            quantization="none",
+            implementation=self._movers,
+            **ordered,
+        )
         if kind is None:
+            fmt = weights.scheme.activations
             return rows_on_grid(
                 x,
                 fmt,
                 weights.w13.input_scale,
                 self._operand,
                 config.scale_axes(fmt, is_hidden=False),
-                quantize=functools.partial(permute, row_of=row_of, num_rows=num_rows),
-                place=lambda x, scale: (move(x, row_of=row_of, num_rows=num_rows)[0], of_rows(scale, row_of, num_rows)),
+                quantize=place,
+                place=lambda x, scale: (move(x)[0], of_rows(scale, row_of, num_rows)),
             )
-        if orders is not None:  # columns have an order of each expert: rows are moved, then quantized
-            return permute(move(x, row_of=row_of, num_rows=num_rows)[0], quantization=kind, rows=row_of.reshape(-1))
-        operand = x if weights.scheme.is_quantized else x.astype(config.dtype)
-        scale = tensor_scale(fmt, weights.w13.input_scale, operand, None, config.call_axes)
-        rows, row_scale = permute(operand, row_of, num_rows, quantization=kind, scale=scale)
-        return rows, row_scale if scale is None else scale
+        # Columns have an order of each expert: rows are moved, then quantized.
+        return permute(move(x)[0], quantization=kind, rows=row_of.reshape(-1))
 
     def _hidden_rows(self, rows: Array, row_scale: Array | None) -> tuple[Array, Array | None]:
         """Grouped GEMM 1 with its activation -> what grouped GEMM 2 takes, and what multiplies it."""

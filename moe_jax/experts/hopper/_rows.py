@@ -4,12 +4,14 @@ The kernel that moves rows quantizes them to 8 bits and rounds them to microscal
 product's 16-bit dtype holds, are XLA's business.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, kernel_operand
 from moe_jax.quantization import ExpertWeights, QuantFormat, Scheme, Strategy, quantize_activations
@@ -95,12 +97,67 @@ def rows_on_grid(
     axes: mesh axes over which a row is split. quantize: ``quantize_and_permute`` to where the rows belong. place:
     brings rounded values, and a scale for each of x's rows, there.
     """
+    moving = _moving_on_grid(x, fmt, input_scale, axes)
+    return place(*_on_grid(x, fmt, operand, axes)) if moving is None else moving.by(quantize)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moving:
+    """What ``quantize_and_permute`` is asked for some rows.
+
+    x, quantization, scale: its arguments. factor: () what multiplies the rows; None for the scales that it returns.
+    """
+
+    x: Array
+    quantization: str
+    scale: Array | None = None
+    factor: Array | None = None
+
+    def by(self, quantize: Callable[..., tuple[Array, Array | None]]) -> tuple[Array, Array | None]:
+        """The product's rows, and what multiplies them. quantize: ``quantize_and_permute``."""
+        rows, scales = quantize(self.x, quantization=self.quantization, scale=self.scale)
+        return rows, self.multiplier(scales)
+
+    def multiplier(self, scales: Array | None) -> Array | None:
+        """What multiplies the rows. scales: that ``quantize_and_permute`` returned."""
+        return scales if self.factor is None else self.factor
+
+
+def _moving_on_grid(
+    x: Array, fmt: QuantFormat | None, input_scale: Array | None, axes: tuple[str, ...]
+) -> Moving | None:
     rule = kernel_rule(fmt, axes)
-    if rule is None:
-        return place(*_on_grid(x, fmt, operand, axes))
-    inverse = None if fmt is None or fmt.global_scale in (None, "token") else _inverse(fmt, input_scale)
-    rows, row_scale = quantize(x, quantization=rule, scale=inverse)
-    return rows, row_scale if inverse is None else numerics.divide(jnp.ones_like(inverse), inverse)
+    if fmt is None or rule is None:
+        return None
+    if fmt.global_scale in (None, "token"):
+        return Moving(x, rule)
+    inverse = _inverse(fmt, input_scale)
+    return Moving(x, rule, inverse, numerics.divide(jnp.ones_like(inverse), inverse))
+
+
+def how_tokens_move(config: MoEConfig, weights: ExpertWeights) -> str | None:
+    """The kind of ``quantize_and_permute`` that brings tokens to the rows of grouped GEMM 1; None where XLA rounds them
+    first, or columns have an order of each expert."""
+    fmt, kind = weights.scheme.activations, kind_of(weights)
+    if weights.w13.g_idx is not None:
+        return None
+    if kind is None and fmt is not None:
+        return kernel_rule(fmt, config.scale_axes(fmt, is_hidden=False))
+    return kind or "none"
+
+
+def moving_tokens(config: MoEConfig, weights: ExpertWeights, x: Array) -> Moving | None:
+    """Of tokens (T, H) that are to be ``how_tokens_move``."""
+    fmt, kind, how = weights.scheme.activations, kind_of(weights), how_tokens_move(config, weights)
+    if how is None:
+        return None
+    if kind is None and fmt is not None:
+        return _moving_on_grid(x, fmt, weights.w13.input_scale, config.scale_axes(fmt, is_hidden=False))
+    if kind is None:
+        return Moving(x.astype(kernel_operand(weights.w13).fmt.operand), how)
+    x = x if weights.scheme.is_quantized else x.astype(config.dtype)
+    scale = tensor_scale(fmt, weights.w13.input_scale, x, None, config.call_axes)
+    return Moving(x, how, scale, scale)
 
 
 def kernel_rule(fmt: QuantFormat | None, axes: tuple[str, ...]) -> str | None:

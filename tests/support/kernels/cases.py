@@ -58,7 +58,7 @@ from tests.support.kernels.layer_cases import (
     rotate_and_store_cases,
     store_latents_cases,
 )
-from tests.support.kernels.router_cases import quantizing_route_cases, route_cases
+from tests.support.kernels.router_cases import align_and_permute_cases, quantizing_route_cases, route_cases
 
 H200_SMS = 132
 
@@ -783,6 +783,7 @@ def all_cases() -> Iterator[Case]:
     yield from align_cases()
     yield from route_cases()
     yield from quantizing_route_cases()
+    yield from align_and_permute_cases()
     yield from nvlink_dispatch_cases()
     yield from prefill_cases()
     yield from decode_cases()

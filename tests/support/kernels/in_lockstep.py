@@ -24,7 +24,11 @@ class Memory:
         self.is_written = np.full(size, values is not None)
 
     def __getitem__(self, index: int) -> Any:
+        assert self.is_written[index], "read before it was written"
         return jnp.int32(self.values[index])
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self.values[index], self.is_written[index] = value, True
 
     def _at(self, index: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         mask = np.asarray(mask)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels.align import AlignDesc, row_capacity
+from pallas_kernels.align_and_permute.kernel_sm90 import align_and_permute_sm90
 from pallas_kernels.quantize_and_permute import PermuteDesc
 from pallas_kernels.quantize_and_permute.config import TAKES_SCALE
 from pallas_kernels.route.config import RouteDesc
@@ -96,3 +97,26 @@ def quantizing_route_cases() -> Iterator[Case]:
         kernel = route_and_align_sm90(desc, choose_route(desc, in_one_cta=True), tiles, rows)
         name = f"route_and_align of {tokens} tokens, {quantization} {width}"
         yield Case(name, kernel, tuple(s for s in shapes if s))
+
+
+def align_and_permute_cases() -> Iterator[Case]:
+    """Tokens that are moved while they are aligned: one scale a row and many, wide rows, as many pairs as it takes."""
+    for num_tokens, top_k, num_experts, block_m, width, kind in (
+        (64, 8, 128, 8, 2048, "e4m3_row"),
+        (64, 8, 32, 24, 7168, "e4m3_group"),
+        (128, 8, 128, 16, 2048, "none"),
+        (64, 4, 128, 16, 2880, "e4m3_tensor"),
+        (64, 4, 128, 16, 2880, "e4m3_group_ue8m0"),
+        (100, 10, 1024, 8, 8192, "int8_row"),
+        (64, 2, 8, 32, 4096, "nvfp4"),
+        (64, 8, 32, 24, 7168, "nvfp4_row"),
+        (17, 4, 128, 8, 8192, "mxfp8"),
+        (256, 4, 64, 16, 8192, "mxfp4"),
+    ):
+        pairs = num_tokens * top_k
+        tiles = AlignDesc(pairs, num_experts, block_m, row_capacity(pairs, num_experts, block_m))
+        rows = PermuteDesc(num_tokens, width, top_k, tiles.num_rows, "bfloat16", kind)
+        shapes: list[Shape] = [((pairs,), "int32"), ((num_tokens, width), "bfloat16")]
+        shapes += [((1,), "float32")] if kind in TAKES_SCALE else []
+        name = f"align_and_permute, {num_tokens} tokens of {num_experts} experts, {kind} {width}"
+        yield Case(name, align_and_permute_sm90(tiles, rows), tuple(shapes))
