@@ -226,7 +226,7 @@ class AlignCta:
         """Write ``desc.outputs``. counts: pairs of each expert; before: those of them in CTAs before this one, or None.
         bits: of ``take_ranks``."""
         desc, row_of = self.desc, outputs[0]
-        self.sum_tiles(outputs, counts, ends, sums)
+        self.sum_tiles(counts, ends, sums)
 
         def place(pairs, owners, are_routed):
             if desc.top_k:
@@ -242,21 +242,23 @@ class AlignCta:
         self.each_pair(place)
         self.describe_tiles(outputs, counts, ends, bits)
 
-    def sum_tiles(self, outputs: tuple[Ref, ...], counts: Ref, ends: Ref, sums: Ref) -> None:
-        """``ends``: tiles of each expert and those before it, of ``counts``. The first CTA writes the group sizes."""
+    def sum_tiles(self, counts: Ref, ends: Ref, sums: Ref) -> None:
+        """``ends``: tiles of each expert and those before it, of ``counts``."""
 
         def to_tiles(e, is_expert):
-            size = simt.load(counts, e, is_expert, 0)
-            simt.store(ends, e, tiles_of(self.desc, size), is_expert)
-            simt.store(outputs[1], e, size, is_expert if self.is_alone else is_expert & (self.first < self.threads))
+            simt.store(ends, e, tiles_of(self.desc, simt.load(counts, e, is_expert, 0)), is_expert)
 
         self.each_expert(to_tiles)
         _sum_up(ends, sums, self.thread, self.threads, self.desc.num_experts)
 
     def describe_tiles(self, outputs: tuple[Ref, ...], counts: Ref, ends: Ref, bits: Ref | None = None) -> None:
-        """Write this CTA's share of the tiles, of ``counts`` and their ``ends``."""
+        """Write this CTA's share of the tiles, of ``counts`` and their ``ends``. The first CTA writes the counts."""
         desc, experts = self.desc, self.desc.num_experts
-        _, _, tile_expert, tile_rows, num_tiles, *tile_bits = outputs
+        _, group_sizes, tile_expert, tile_rows, num_tiles, *tile_bits = outputs
+
+        def publish(e, is_expert):
+            is_mine = is_expert if self.is_alone else is_expert & (self.first < self.threads)
+            simt.store(group_sizes, e, simt.load(counts, e, is_mine, 0), is_mine)
 
         def describe(tile, is_tile):
             expert = _first_end_behind(ends, tile, is_tile, experts)
@@ -271,6 +273,7 @@ class AlignCta:
             if bits is not None:
                 simt.store(tile_bits[0], tile, simt.load(bits, expert, in_use, 0), is_tile)
 
+        self.each_expert(publish)
         _each(desc.num_tiles, self.first, self.stride, describe)
         is_it = self.first == 0
         simt.store(num_tiles, simt.constant(0), simt.load(ends, simt.constant(experts - 1), is_it, 0), is_it)

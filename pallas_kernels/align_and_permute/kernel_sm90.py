@@ -1,10 +1,10 @@
-"""Alignment of few tokens, and the tokens at their rows: every CTA aligns all pairs for itself, and moves one token.
+"""Alignment of few tokens, and the tokens at their rows: every CTA aligns all pairs for itself.
 
-    load the ids of all pairs, and the token -> its codes
+    load the ids of all pairs, and a token -> its codes
     count the pairs of each expert, and for each of the token's those of its expert that are before it
     sum the experts' tiles up                                                             (as ``align``)
-    row of a pair = first row of its expert + pairs before it; the token's codes to its rows
-    tiles: a share of them for each CTA
+    first CTA:   describe the tiles
+    others:      row of a pair = first row of its expert + pairs before it; the token's codes to its rows
 
 So no CTA waits for another. The pairs before one are counted, not taken from a counter, so that all CTAs agree: rows of
 an expert are in the order of their pairs.
@@ -33,7 +33,7 @@ def align_and_permute_sm90(tiles: AlignDesc, rows: PermuteDesc) -> Kernel:
     outputs = [*align_outputs(tiles), *quantized_outputs(rows)]
     body = functools.partial(_kernel, tiles, rows)
     scratch = dict(align_scratch(tiles), before=own)
-    call = row_kernel(body, outputs, rows.num_tokens, "align_and_permute", scratch_types=scratch)
+    call = row_kernel(body, outputs, 1 + rows.num_tokens, "align_and_permute", scratch_types=scratch)
 
     def run(ids, x, *scale):
         found = list(call(ids, x.reshape(rows.num_tokens, *split_columns(rows)), *scale))
@@ -50,26 +50,27 @@ def _kernel(tiles: AlignDesc, rows: PermuteDesc, *refs: Ref, counts: Ref, ends: 
     ids, x = pending.pop(0), pending.pop(0)
     given = pending.pop(0) if rows.quantization in TAKES_SCALE else None
     outputs, quantized = tuple(pending[: len(tiles.outputs)]), pending[len(tiles.outputs) :]
-    token = lax.axis_index("cta")
-    cta = AlignCta(tiles, AlignConfig(1, rows.num_tokens), ids, index=token)
+    index, cta = lax.axis_index("cta"), AlignCta(tiles, AlignConfig(1), ids)
+    token = lax.max(index - 1, jnp.int32(0))
 
     pairs = [cta.thread + first for first in range(0, tiles.num_pairs, WARPGROUP)]
     owners, are_routed = cta.owners(pairs)
+    own = [ids[token * rows.top_k + slot] for slot in range(rows.top_k)]
+    cta.each_expert(lambda e, is_expert: simt.store(counts, e, simt.constant(0), is_expert))
+    simt.barrier()  # ids are asked for in front of it: they come while the token does
     stores = list(RowQuantizer(rows, x, given, *quantized).stores(token))
 
-    cta.each_expert(lambda e, is_expert: simt.store(counts, e, simt.constant(0), is_expert))
-    simt.barrier()
     for owner, routed in zip(owners, are_routed, strict=True):
         simt.count(counts, owner, routed)
     lane, warp = cta.thread & (LANES - 1), simt.warp_of(cta.thread)
-    own = [ids[token * rows.top_k + slot] for slot in range(rows.top_k)]
     for slot, expert in enumerate(own):
         number = simt.constant(0)
         for pair, owner in zip(pairs, owners, strict=True):
             number = number + jnp.where((owner == expert) & (pair < token * rows.top_k + slot), 1, 0)
         simt.store(before, warp * rows.top_k + slot, simt.warp_add(number), lane == 0)
     simt.barrier()
-    cta.sum_tiles(outputs, counts, ends, sums)
+    cta.sum_tiles(counts, ends, sums)
+    pl.when(index == 0)(lambda: cta.describe_tiles(outputs, counts, ends))
 
     def row_of(slot: int, owner: Scalar) -> Scalar:
         expert = lax.clamp(jnp.int32(0), owner, jnp.int32(tiles.num_experts - 1))
@@ -78,9 +79,9 @@ def _kernel(tiles: AlignDesc, rows: PermuteDesc, *refs: Ref, counts: Ref, ends: 
         is_routed = (owner >= 0) & (owner < tiles.num_experts)
         return jnp.where(is_routed, first_tile * tiles.block_m + rank, jnp.int32(-1))
 
-    targets = [row_of(slot, owner) for slot, owner in enumerate(own)]
-    for slot, row in enumerate(targets):
-        outputs[0][token * rows.top_k + slot] = row
-        for store in stores:
-            pl.when(row >= 0)(functools.partial(store, row))
-    cta.describe_tiles(outputs, counts, ends)
+    @pl.when(index > 0)
+    def _():
+        for slot, row in enumerate([row_of(slot, owner) for slot, owner in enumerate(own)]):
+            outputs[0][token * rows.top_k + slot] = row
+            for store in stores:
+                pl.when(row >= 0)(functools.partial(store, row))

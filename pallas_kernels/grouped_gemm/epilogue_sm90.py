@@ -75,25 +75,33 @@ def stores_under_way(index: int, num_pieces: int, num_slots: int) -> int:
     return min(num_slots - 1, num_pieces - 1 - last + index)
 
 
-def store_transposed(cta: CtaContext, tile: Tile, staging: TileRef, target: TileRef, first_column: Scalar) -> None:
+def rows_in_use(cta: CtaContext, tile: Tile) -> Scalar | None:
+    """A bit for each row of a low tile that is in use; None where tiles are written whole. Read it before the products:
+    behind them nothing hides the time that it takes to come."""
+    desc, operands = cta.desc, cta.operands
+    if not desc.has_tile_rows or cta.config.block_m > ROWS_BY_ONE:
+        return None
+    if desc.has_tile_bits:
+        return operands["tile_bits"][tile.row]
+    return lax.shift_left(jnp.int32(1), operands["tile_rows"][tile.row]) - 1
+
+
+def store_transposed(
+    cta: CtaContext, in_use: Scalar | None, staging: TileRef, target: TileRef, first_column: Scalar
+) -> None:
     """Write the rows in use of a low tile that this warpgroup has staged and committed; of others all, or a piece.
 
     Lines of 128 bytes that lie apart cost memory far more time than as many bytes that are read: layers with 16 tokens
     took 0.96 to 1.00 of their time without any stores (H200).
 
-    staging, target: (rows, 64).
+    in_use: ``rows_in_use``. staging, target: (rows, 64).
     """
-    desc = cta.desc
-    if not desc.has_tile_rows or cta.config.block_m > ROWS_BY_ONE:
+    if in_use is None:
         store_staged(cta, staging, target, first_column)
         return
     value = mosaic.load(staging, layout=BY_ROWS, optimized=False)
     plgpu.commit_smem()  # The next piece may be staged where this one was read.
-    if desc.has_tile_bits:
-        bits = cta.operands["tile_bits"][tile.row]
-    else:
-        bits = lax.shift_left(jnp.int32(1), cta.operands["tile_rows"][tile.row]) - 1
-    store_by_row(value, target, bits, desc.n - first_column)
+    store_by_row(value, target, in_use, cta.desc.n - first_column)
 
 
 def store_by_row(value: Value, target: TileRef, bits: Scalar, columns: Scalar) -> None:

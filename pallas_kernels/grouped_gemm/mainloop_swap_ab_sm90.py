@@ -37,6 +37,7 @@ from pallas_kernels.grouped_gemm.config import HANDED_OVER, GemmConfig, hands_ov
 from pallas_kernels.grouped_gemm.epilogue_sm90 import (
     CHANNELS,
     finish,
+    rows_in_use,
     stage_transposed,
     store_transposed,
     stores_under_way,
@@ -62,15 +63,16 @@ def _consume(cta: CtaContext, tile: Tile) -> None:
 
 
 def _compute(cta: CtaContext, tile: Tile) -> None:
+    in_use = rows_in_use(cta, tile)
     with jax.named_scope("main_loop"):
         accumulators = (_multiply_promoted if cta.desc.is_block_scaled else _multiply)(cta, tile)
     if hands_over(cta.desc, cta.config):
         _requantize(cta, tile, accumulators)
     else:
-        pipeline.gather_sums(cta, [accumulators], functools.partial(_store, cta, tile))
+        pipeline.gather_sums(cta, [accumulators], functools.partial(_store, cta, tile, in_use))
 
 
-def _store(cta: CtaContext, tile: Tile, sums: Sums) -> None:
+def _store(cta: CtaContext, tile: Tile, in_use: Scalar | None, sums: Sums) -> None:
     desc, config, scratch, (accumulators,) = cta.desc, cta.config, cta.scratch, sums
     if scratch.vectors_full is not None:
         plgpu.barrier_wait(scratch.vectors_full)
@@ -89,7 +91,7 @@ def _store(cta: CtaContext, tile: Tile, sums: Sums) -> None:
             plgpu.commit_smem()
             first = tile.column * config.block_n + channels
             target = cta.outputs[0].at[pl.ds(tile.row * config.block_m, config.block_m), pl.ds(first, CHANNELS)]
-            store_transposed(cta, tile, staging, target.at[pl.ds(start, rows)], first)
+            store_transposed(cta, in_use, staging, target.at[pl.ds(start, rows)], first)
 
 
 def _requantize(cta: CtaContext, tile: Tile, accumulators: list[Value]) -> None:

@@ -69,8 +69,8 @@ def test_reference(quantization):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.sample(6)
 def test_in_lockstep(monkeypatch, routing, block_m):
-    """The kernel's own statements, one CTA after the other, but for how a token is quantized: every CTA writes its
-    token to each of its rows and nowhere else, and its share of the tiles."""
+    """The kernel's own statements, one CTA after the other, but for how a token is quantized: the first CTA describes
+    all tiles, and each other one writes its token to each of its rows and nowhere else."""
     ids, num_experts = ROUTINGS[routing]
     ids, (num_tokens, top_k) = np.asarray(ids, np.int32), ids.shape
     num_rows = row_capacity(ids.size, num_experts, block_m)
@@ -93,8 +93,8 @@ def test_in_lockstep(monkeypatch, routing, block_m):
     rows = PermuteDesc(num_tokens, 128, top_k, num_rows, "bfloat16", "e4m3_tensor")
     assert config_error(tiles, rows) is None
     with jax.disable_jit():
-        for token in range(num_tokens):
-            monkeypatch.setattr(own_kernel.lax, "axis_index", lambda name, token=token: jnp.int32(token))
+        for index in range(1 + num_tokens):
+            monkeypatch.setattr(own_kernel.lax, "axis_index", lambda name, index=index: jnp.int32(index))
             scratch = {name: Memory(1024) for name in ("counts", "ends", "sums", "before")}
             own_kernel._kernel(
                 tiles, rows, Memory(ids.size, ids.reshape(-1)), "x", "scale", *outputs, "codes", **scratch
