@@ -19,7 +19,14 @@ from moe_jax._config import MoEConfig
 from moe_jax._typing import Array
 from moe_jax.experts._backend import Backend, LayerArguments, Problem
 from moe_jax.experts.hopper import _kernel_layout
-from moe_jax.experts.hopper._experts import forward, forward_arrived, forward_layer, route_alone, routing_refusal
+from moe_jax.experts.hopper._experts import (
+    aligns_and_moves,
+    forward,
+    forward_arrived,
+    forward_layer,
+    route_alone,
+    routing_refusal,
+)
 from moe_jax.experts.hopper._kernel_layout import in_kernel_layout, is_kernel_layout, kernel_format
 from moe_jax.experts.hopper._plan import Plan, make_plan
 from moe_jax.experts.hopper._rows import kind_of_tokens, row_kind
@@ -29,6 +36,7 @@ from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common import WeightLayout
 from pallas_kernels.nvlink_dispatch import DispatchedRows
 from pallas_kernels.nvlink_dispatch.config import GROUPED_WIDTH
+from pallas_kernels.route.config import fused_tokens
 
 _16_BIT = ("bfloat16", "float16")
 
@@ -104,6 +112,10 @@ class KernelBackend(Backend):
         if plan.unpermuted:
             quantized = "" if plan.quantization == "none" else "tokens are quantized where they are, "
             lines.append(f"rows: none are moved, {quantized}GEMM 1 takes all tokens as the rows of every tile")
+        elif problem.num_tokens > fused_tokens(config.num_experts):
+            x = jax.ShapeDtypeStruct((problem.num_tokens, weights.hidden_size), config.dtype)
+            if aligns_and_moves(config, weights, plan, x, self.name):
+                lines.append("rows: one launch aligns the tokens and moves them")
         return lines + self.describe_plan(problem, plan)
 
     def run(
