@@ -40,6 +40,7 @@ from pallas_kernels.attention.schedule import Tile, num_tiles_of, tile_of, unmas
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.clear_rows_sm90 import clear_rows
 from pallas_kernels.common.pages import PAGE_SLOTS
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 
 _FLOOR = -(2.0**100)  # below every score in use, and finite
@@ -74,9 +75,10 @@ def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
         ),
         empty=plgpu.Barrier(num_arrivals=2, num_barriers=2 * stages + config.query_stages),
     )
-    return plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct((desc.batch, desc.num_queries, desc.num_heads, desc.value_width), dtype)
+    kernel = plgpu.kernel(
         functools.partial(_kernel, desc, config),
-        out_type=jax.ShapeDtypeStruct((desc.batch, desc.num_queries, desc.num_heads, desc.value_width), dtype),
+        out_type=out_type,
         grid=(config.num_sms,),
         grid_names=("block",),
         num_threads=3,
@@ -85,6 +87,7 @@ def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
         compiler_params=mosaic.compiler_params(),
         kernel_name="prefill_attention",
     )
+    return or_shapes(kernel, lambda *operands: out_type)
 
 
 def num_copies(desc: PrefillDesc, config: PrefillConfig) -> int:

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.types import Kernel, Scalar, Value
 
 
@@ -28,7 +29,7 @@ def row_kernel(
     body: function of the refs of operands, outputs and scratch memory. Its axes are "cta" and "warpgroup". name: in
     profiles.
     """
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=out_type,
         grid=(num_ctas,),
@@ -39,6 +40,7 @@ def row_kernel(
         compiler_params=mosaic.compiler_params(),
         kernel_name=name,
     )
+    return or_shapes(kernel, lambda *operands: out_type)
 
 
 def in_place_row_kernel(
@@ -61,7 +63,7 @@ def in_place_row_kernel(
         state = (*changed, *(jax.lax.empty(one.shape, one.dtype) for one in out_types))
         return pl.run_state(lambda refs: kernel(*refs[:num_changed], *read, *refs[num_changed:]))(state)
 
-    return run
+    return or_shapes(run, lambda *operands: (*operands[:num_changed], *out_types))
 
 
 def items_of(cta: Scalar, total: int, num_ctas: int) -> Value:

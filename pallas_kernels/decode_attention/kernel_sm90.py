@@ -39,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.pages import PAGE_SLOTS
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.sm90 import WARPS
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 from pallas_kernels.decode_attention.config import WIDE_STAGES, DecodeConfig, DecodeDesc
@@ -99,7 +100,7 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc | None
     out_type = [jax.ShapeDtypeStruct((items, desc.value_width, columns), jnp.float32), stats, stats]
     if config.whole_tiles:
         out_type = outputs_of(desc, rows)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_kernel, desc, config, rows),
         out_type=out_type,
         grid=(config.num_ctas,),
@@ -110,6 +111,7 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc | None
         compiler_params=mosaic.compiler_params(),
         kernel_name="decode_attention",
     )
+    return or_shapes(kernel, lambda *operands: out_type)
 
 
 def _stages(desc: DecodeDesc, config: DecodeConfig) -> int:

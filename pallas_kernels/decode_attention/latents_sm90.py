@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
 from pallas_kernels.common.clear_rows_sm90 import clear_rows
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.types import Kernel, Scalar, TileRef, Value
 from pallas_kernels.decode_attention.config import DecodeConfig, DecodeDesc
 from pallas_kernels.decode_attention.items_sm90 import Item, Items
@@ -58,7 +59,7 @@ def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
     out_type = [jax.ShapeDtypeStruct((items, queries, desc.value_width), jnp.float32), stats, stats]
     if config.whole_tiles:
         out_type = [jax.ShapeDtypeStruct((desc.batch, desc.columns, desc.value_width), dtype)]
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_kernel, desc, config),
         out_type=out_type,
         grid=(config.num_ctas,),
@@ -77,6 +78,7 @@ def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
         compiler_params=mosaic.compiler_params(reduction_scratch_bytes=512),  # rows are reduced by shuffles alone
         kernel_name="decode_attention_of_latents",
     )
+    return or_shapes(kernel, lambda *operands: out_type)
 
 
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: TileRef) -> None:

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.sm90 import REDUCTION_BYTES
 from pallas_kernels.common.types import Scalar, TileRef
 from pallas_kernels.grouped_gemm.config import GemmConfig
@@ -48,7 +49,7 @@ def launch(
         mosaic.begin()
         body(*refs, **scratch)
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         begin_and_run,
         out_type=out_type,
         grid=(config.num_sms // config.cluster,),
@@ -60,6 +61,7 @@ def launch(
         compiler_params=mosaic.compiler_params(reduction_scratch_bytes=REDUCTION_BYTES),
         kernel_name="grouped_gemm",
     )
+    return or_shapes(kernel, lambda *operands: out_type)
 
 
 def run_tiles(

@@ -34,6 +34,7 @@ from moe_jax.quantization import ExpertWeights, QuantizedTensor
 from moe_jax.routing import Routing, RoutingParams
 from pallas_kernels.combine import RoutedRows
 from pallas_kernels.common import WeightLayout
+from pallas_kernels.common.shapes import shapes_of
 from pallas_kernels.nvlink_dispatch import DispatchedRows
 from pallas_kernels.nvlink_dispatch.config import GROUPED_WIDTH
 from pallas_kernels.route.config import fused_tokens
@@ -245,7 +246,7 @@ def _refusal_of_shapes(
     del device  # a part of the key alone
     arguments = structure.unflatten([jax.ShapeDtypeStruct(*shape) for shape in shapes])
     try:
-        jax.eval_shape(functools.partial(function, *static, **dict(options)), *arguments)
+        shapes_of(functools.partial(function, *static, **dict(options)), *arguments)
     except NotImplementedError as error:
         return str(error)
     return None

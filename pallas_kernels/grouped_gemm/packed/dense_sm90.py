@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.types import Kernel, Scalar, TileRef
 from pallas_kernels.grouped_gemm.packed.dense_config import CTAS_PER_SM, STAGES, STEP_BLOCKS, DenseDesc
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
@@ -54,15 +55,17 @@ def dequantize_sm90(desc: DenseDesc, num_sms: int) -> Kernel:
     names = ["w", *(name for name in ("scale", "zero") if name in shapes)]
     names += ["channel_scale"] if desc.has_channel_scale else []
     rows = desc.num_experts * desc.projections * desc.n
-    return plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct((rows, desc.k), jnp.dtype(desc.out_dtype))
+    kernel = plgpu.kernel(
         functools.partial(_kernel, desc, names, num_sms * CTAS_PER_SM),
-        out_type=jax.ShapeDtypeStruct((rows, desc.k), jnp.dtype(desc.out_dtype)),
+        out_type=out_type,
         grid=(num_sms * CTAS_PER_SM,),
         grid_names=("block",),
         scratch_types=scratch,
         compiler_params=mosaic.compiler_params(),
         kernel_name="dequantize",
     )
+    return or_shapes(kernel, lambda *operands: out_type)
 
 
 def _kernel(desc: DenseDesc, names: list[str], num_ctas: int, /, *refs: TileRef, **scratch: TileRef) -> None:

@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.types import Kernel, Ref, Scalar, TileRef, Value
 from pallas_kernels.grouped_gemm.packed.dequantize_sm90 import load_block
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N
@@ -64,9 +65,10 @@ def grouped_gemm_mma(desc: AnyDesc, config: MmaConfig) -> Kernel:
             loop(desc, config, operands, output, scratch, row, column)
 
     def run(operands: dict[str, jax.Array]) -> jax.Array:
+        out_type = jax.ShapeDtypeStruct((desc.rows, columns * config.block_n), jnp.dtype(desc.out_dtype))
         kernel = plgpu.kernel(
             body,
-            out_type=jax.ShapeDtypeStruct((desc.rows, columns * config.block_n), jnp.dtype(desc.out_dtype)),
+            out_type=out_type,
             grid=(grid,),
             grid_names=("tile",),
             scratch_types=[plgpu.RefUnion([*_ring(desc, config)], _staging(desc, config))],
@@ -75,7 +77,7 @@ def grouped_gemm_mma(desc: AnyDesc, config: MmaConfig) -> Kernel:
             ),
             kernel_name="portable_grouped_gemm",
         )
-        return kernel(*(operands[name] for name in names))
+        return or_shapes(kernel, lambda *operands: out_type)(*(operands[name] for name in names))
 
     return run
 

@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.common import mosaic
+from pallas_kernels.common.shapes import or_shapes
 from pallas_kernels.common.types import Kernel, Scalar, TileRef
 from pallas_kernels.grouped_gemm.epilogue_sm90 import stores_under_way
 from pallas_kernels.grouped_gemm.scheduler_sm90 import tile_index, tiles_of_cta
@@ -53,9 +54,10 @@ def grouped_wgrad_sm90(desc: WgradDesc, config: WgradConfig) -> Kernel:
     stages, consumers = config.num_stages, config.num_consumers
     scratch["full"] = plgpu.Barrier(num_arrivals=consumers + 1, num_barriers=stages)
     scratch["empty"] = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
-    return plgpu.kernel(
+    out_type = jax.ShapeDtypeStruct((desc.num_experts, desc.n, desc.k), jnp.dtype(desc.out_dtype))
+    kernel = plgpu.kernel(
         functools.partial(_kernel, desc, config),
-        out_type=jax.ShapeDtypeStruct((desc.num_experts, desc.n, desc.k), jnp.dtype(desc.out_dtype)),
+        out_type=out_type,
         grid=(config.num_sms,),
         grid_names=("block",),
         num_threads=consumers + 1,
@@ -64,6 +66,7 @@ def grouped_wgrad_sm90(desc: WgradDesc, config: WgradConfig) -> Kernel:
         compiler_params=mosaic.compiler_params(),
         kernel_name="wgrad",
     )
+    return or_shapes(kernel, lambda *operands: out_type)
 
 
 def _kernel(
