@@ -73,7 +73,7 @@ def forward(
     """``Backend.run`` with the implementation of every kernel given by name; "reference" runs anywhere."""
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
     beside = beside_products(kernels)
-    if aligns_and_moves(config, weights, plan, x, kernels):
+    if aligns_and_moves(config, weights, plan, x, topk_ids.shape, kernels):
         experts = _with_rows(config, weights, plan, x, topk_ids, kernels)
         return experts.summed(x, None, topk_weights, None, out_dtype)
     tiles = align(topk_ids, weights.num_experts, plan.block_m, unpermuted=plan.unpermuted, implementation=beside)
@@ -107,7 +107,8 @@ def forward_layer(
     if config.router_logits_dtype is not None:
         router_logits = whole_logits(router_logits).astype(config.router_logits_dtype)
     plan = plan or make_plan(config, weights, x.shape[0], kernels)
-    if x.shape[0] > fused_tokens(config.num_experts) and aligns_and_moves(config, weights, plan, x, kernels):
+    slots, is_fused = (x.shape[0], config.top_k), x.shape[0] <= fused_tokens(config.num_experts)
+    if not is_fused and aligns_and_moves(config, weights, plan, x, slots, kernels):
         topk_weights, ids = route(
             router_logits,
             config.top_k,
@@ -221,14 +222,19 @@ def router_arguments(config: MoEConfig, params: RoutingParams | None) -> dict[st
     )
 
 
-def aligns_and_moves(config: MoEConfig, weights: ExpertWeights, plan: Plan, x: Any, kernels: str) -> bool:
-    """Whether one launch aligns the tokens of a call and moves them to their rows. x: (T, H), or its shape."""
-    how, (num_tokens, width) = how_tokens_move(config, weights), x.shape
-    if plan.unpermuted or weights.has_adapters or how is None or kernels == "portable":
+def aligns_and_moves(
+    config: MoEConfig, weights: ExpertWeights, plan: Plan, x: Any, slots: tuple[int, ...], kernels: str
+) -> bool:
+    """Whether one launch aligns the tokens of a call and moves them to their rows.
+
+    x: (T, H), or its shape. slots: shape of their ids, (T, top_k), or (T, top_k, 2) of words, which ``align`` takes.
+    """
+    how = how_tokens_move(config, weights)
+    if plan.unpermuted or weights.has_adapters or how is None or kernels == "portable" or len(slots) != 2:
         return False
-    given: Any = dict(has_offset=False, unpermuted=False)
-    tiles = describe_tiles(num_tokens, config.top_k, weights.num_experts, plan.block_m, **given)
-    rows = PermuteDesc(num_tokens, width, config.top_k, tiles.num_rows, jnp.dtype(x.dtype).name, how)
+    (num_tokens, width), top_k = x.shape, slots[1]
+    tiles = describe_tiles(num_tokens, top_k, weights.num_experts, plan.block_m, has_offset=False, unpermuted=False)
+    rows = PermuteDesc(num_tokens, width, top_k, tiles.num_rows, jnp.dtype(x.dtype).name, how)
     return together_error(tiles, rows) is None
 
 

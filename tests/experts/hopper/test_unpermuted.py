@@ -194,3 +194,29 @@ def test_explain_and_launches(scheme, tokens, expected):
     quantized = "" if scheme == "bf16" else "tokens are quantized where they are, "
     assert (f"none are moved, {quantized}GEMM 1 takes all tokens" in text) == (tokens < 9)
     assert ("one launch aligns the tokens and moves them" in text) == (tokens in (65, 512))
+
+
+@pytest.mark.parametrize(("scheme", "expected"), [("bf16", 5), ("int8_w8a8", 6)])
+def test_ids_as_words(scheme, expected):
+    """Of 64 bits, as torch has them: tokens are aligned and moved by two launches, for one with ids of 32 bits."""
+    sizes = dict(hidden_size=512, intermediate_size=256)
+    config = cases.make_config(scheme, dtype="bfloat16", param_dtype="bfloat16", **sizes)
+    weights = method_for(config.scheme).abstract_weights(config)
+    slots = (65, config.top_k)
+    x, scores = jax.ShapeDtypeStruct((65, 512), "bfloat16"), jax.ShapeDtypeStruct(slots, "float32")
+    for shape, count in ((slots, expected - 1), ((*slots, 2), expected)):
+        ids = jax.ShapeDtypeStruct(shape, "int32")
+        with on_hopper():
+            assert launches(lambda *a: hopper_experts.forward(config, *a), x, scores, ids, weights) == count
+
+
+def test_ids_as_words_of_moved_tokens():
+    """And they mean the same: an id beyond 32 bits is no expert's."""
+    config, weights, held = layer("fp8_channel")
+    x, scores, ids, _ = cases.make_call(config, 20, dtype="bfloat16")
+    ids = jnp.where(jnp.arange(20)[:, None] % 3 == 1, -1, ids)
+    high = jnp.where(ids < 0, 7, 0)
+    words = jnp.stack([jnp.maximum(ids, 0), high], axis=-1).astype(jnp.int32)
+    plan = plan_of(config, held, 20, "reference", False)
+    run = functools.partial(hopper_experts.forward, config, kernels="reference", plan=plan)
+    np.testing.assert_array_equal(run(x, scores, ids, held), run(x, scores, words, held))
