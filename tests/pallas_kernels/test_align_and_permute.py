@@ -126,6 +126,7 @@ def test_config_error():
 
     assert error() is None and error(128, width=8192) is None
     assert "1032 pairs" in error(129)
+    assert "T=129, top_k=4: at most 128 and 16" in error(129, 4) and error(60, 17) and error(60, 16) is None
     assert "unpermuted" in error(unpermuted=8) and "64 bits" in error(are_wide=True)
     assert "H=8320: at most 8192" in error(width=8320)
     assert "no pairs" in error(0)

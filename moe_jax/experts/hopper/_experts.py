@@ -439,6 +439,8 @@ class Experts:
             return place_rows(x, x_scale, row_of, num_rows, implementation=self._row_kernels)
         permute = functools.partial(quantize_and_permute, implementation=self._row_kernels)
         place = functools.partial(permute, row_of=row_of, num_rows=num_rows)
+        if kind is None and weights.scheme.activations is None:  # they are moved alone
+            place = functools.partial(place, implementation=self._movers)
         if (moving := moving_tokens(config, weights, x)) is not None:
             return moving.by(place)
         orders = weights.w13.g_idx

@@ -113,7 +113,7 @@ class KernelBackend(Backend):
         if plan.unpermuted:
             quantized = "" if plan.quantization == "none" else "tokens are quantized where they are, "
             lines.append(f"rows: none are moved, {quantized}GEMM 1 takes all tokens as the rows of every tile")
-        elif problem.num_tokens > fused_tokens(config.num_experts):
+        elif reason is not None or problem.num_tokens > fused_tokens(config.num_experts):
             x = jax.ShapeDtypeStruct((problem.num_tokens, weights.hidden_size), config.dtype)
             if aligns_and_moves(config, weights, plan, x, (problem.num_tokens, config.top_k), self.name):
                 lines.append("rows: one launch aligns the tokens and moves them")

@@ -178,12 +178,12 @@ def test_rows_that_no_launch_quantizes():
     ("scheme", "tokens", "expected"),
     [
         *(("bf16", 5, 4), ("bf16", 9, 5), ("int8_w8a8", 5, 5), ("int8_w8a8", 9, 6), ("fp8_block", 1, 4)),
-        *(("bf16", 65, 5), ("int8_w8a8", 512, 6), ("int8_w8a8", 513, 7), ("fp8_tensor_static", 65, 6)),
+        *(("bf16", 65, 5), ("int8_w8a8", 128, 6), ("int8_w8a8", 129, 7), ("fp8_tensor_static", 65, 6)),
     ],
 )
 def test_explain_and_launches(scheme, tokens, expected):
     """Route and align, both products, combine; int8 rows again between the products. Nine tokens are moved by a launch
-    more. Those of 65 to 512 are moved while they are aligned."""
+    more. Those of 65 to 128 are moved while they are aligned."""
     sizes = dict(hidden_size=512, intermediate_size=256)
     config = cases.make_config(scheme, dtype="bfloat16", param_dtype="bfloat16", **sizes)
     weights = method_for(config.scheme).abstract_weights(config)
@@ -193,7 +193,7 @@ def test_explain_and_launches(scheme, tokens, expected):
         assert launches(lambda *arrays: hopper_experts.forward_layer(config, *arrays), x, z, weights) == expected
     quantized = "" if scheme == "bf16" else "tokens are quantized where they are, "
     assert (f"none are moved, {quantized}GEMM 1 takes all tokens" in text) == (tokens < 9)
-    assert ("one launch aligns the tokens and moves them" in text) == (tokens in (65, 512))
+    assert ("one launch aligns the tokens and moves them" in text) == (tokens in (65, 128))
 
 
 @pytest.mark.parametrize(("scheme", "expected"), [("bf16", 5), ("int8_w8a8", 6)])

@@ -111,7 +111,7 @@ def align_and_permute_cases() -> Iterator[Case]:
         (64, 2, 8, 32, 4096, "nvfp4"),
         (64, 8, 32, 24, 7168, "nvfp4_row"),
         (17, 4, 128, 8, 8192, "mxfp8"),
-        (256, 4, 64, 16, 8192, "mxfp4"),
+        (128, 4, 64, 16, 8192, "mxfp4"),
     ):
         pairs = num_tokens * top_k
         tiles = AlignDesc(pairs, num_experts, block_m, row_capacity(pairs, num_experts, block_m))
