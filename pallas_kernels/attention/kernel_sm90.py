@@ -87,7 +87,7 @@ def prefill_sm90(desc: PrefillDesc, config: PrefillConfig) -> Kernel:
         compiler_params=mosaic.compiler_params(),
         kernel_name="prefill_attention",
     )
-    return or_shapes(kernel, lambda *operands: out_type)
+    return or_shapes(kernel, out_type)
 
 
 def num_copies(desc: PrefillDesc, config: PrefillConfig) -> int:

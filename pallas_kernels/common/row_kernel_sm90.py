@@ -40,7 +40,7 @@ def row_kernel(
         compiler_params=mosaic.compiler_params(),
         kernel_name=name,
     )
-    return or_shapes(kernel, lambda *operands: out_type)
+    return or_shapes(kernel, out_type)
 
 
 def in_place_row_kernel(
@@ -63,7 +63,7 @@ def in_place_row_kernel(
         state = (*changed, *(jax.lax.empty(one.shape, one.dtype) for one in out_types))
         return pl.run_state(lambda refs: kernel(*refs[:num_changed], *read, *refs[num_changed:]))(state)
 
-    return or_shapes(run, lambda *operands: (*operands[:num_changed], *out_types))
+    return or_shapes(run, out_types, num_changed)
 
 
 def items_of(cta: Scalar, total: int, num_ctas: int) -> Value:

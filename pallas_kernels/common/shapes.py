@@ -18,12 +18,13 @@ def shapes_of(function: Callable[..., Any], *arguments: Any) -> Any:
         return jax.eval_shape(function, *arguments)
 
 
-def or_shapes(kernel: Callable[..., Any], results: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel``, or in ``shapes_of`` what has the shapes of ``results(*operands)``."""
+def or_shapes(kernel: Callable[..., Any], results: Any, num_changed: int = 0) -> Callable[..., Any]:
+    """``kernel``, or in ``shapes_of`` what has the shapes of ``results``, behind the operands that it changes."""
 
     def run(*operands):
         if not _ALONE.value:
             return kernel(*operands)
-        return jax.tree.map(lambda one: jax.lax.empty(one.shape, one.dtype), results(*operands))
+        found = jax.tree.map(lambda one: jax.lax.empty(one.shape, one.dtype), results)
+        return (*operands[:num_changed], *found) if num_changed else found
 
     return run

@@ -111,7 +111,7 @@ def decode_sm90(desc: DecodeDesc, config: DecodeConfig, rows: PermuteDesc | None
         compiler_params=mosaic.compiler_params(),
         kernel_name="decode_attention",
     )
-    return or_shapes(kernel, lambda *operands: out_type)
+    return or_shapes(kernel, out_type)
 
 
 def _stages(desc: DecodeDesc, config: DecodeConfig) -> int:

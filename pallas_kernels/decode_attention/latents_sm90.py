@@ -78,7 +78,7 @@ def latents_sm90(desc: DecodeDesc, config: DecodeConfig) -> Kernel:
         compiler_params=mosaic.compiler_params(reduction_scratch_bytes=512),  # rows are reduced by shuffles alone
         kernel_name="decode_attention_of_latents",
     )
-    return or_shapes(kernel, lambda *operands: out_type)
+    return or_shapes(kernel, out_type)
 
 
 def _kernel(desc: DecodeDesc, config: DecodeConfig, *refs: TileRef, **scratch: TileRef) -> None:

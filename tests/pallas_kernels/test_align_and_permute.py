@@ -44,6 +44,9 @@ def check(ids, num_experts, block_m, x, quantization, implementation):
     want, want_scales = quantize_and_permute(x, stable.row_of, rows.shape[0], **options)
     used = np.asarray(stable.row_of)[np.asarray(stable.row_of) >= 0]
     np.testing.assert_array_equal(_bytes(rows)[used], _bytes(want)[used])
+    if quantization == "none":  # whoever moves them: each row is its token
+        token = np.broadcast_to(np.arange(len(ids))[:, None], np.shape(ids))[np.asarray(stable.row_of) >= 0]
+        np.testing.assert_array_equal(_bytes(rows)[used], _bytes(x)[token])
     assert (scales is None) == (want_scales is None)
     if scales is not None:  # rows last
         np.testing.assert_array_equal(np.asarray(scales)[..., used], np.asarray(want_scales)[..., used])

@@ -65,7 +65,7 @@ def dequantize_sm90(desc: DenseDesc, num_sms: int) -> Kernel:
         compiler_params=mosaic.compiler_params(),
         kernel_name="dequantize",
     )
-    return or_shapes(kernel, lambda *operands: out_type)
+    return or_shapes(kernel, out_type)
 
 
 def _kernel(desc: DenseDesc, names: list[str], num_ctas: int, /, *refs: TileRef, **scratch: TileRef) -> None:

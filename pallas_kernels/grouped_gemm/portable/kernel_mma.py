@@ -77,7 +77,7 @@ def grouped_gemm_mma(desc: AnyDesc, config: MmaConfig) -> Kernel:
             ),
             kernel_name="portable_grouped_gemm",
         )
-        return or_shapes(kernel, lambda *operands: out_type)(*(operands[name] for name in names))
+        return or_shapes(kernel, out_type)(*(operands[name] for name in names))
 
     return run
 

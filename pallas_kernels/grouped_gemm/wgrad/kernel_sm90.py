@@ -66,7 +66,7 @@ def grouped_wgrad_sm90(desc: WgradDesc, config: WgradConfig) -> Kernel:
         compiler_params=mosaic.compiler_params(),
         kernel_name="wgrad",
     )
-    return or_shapes(kernel, lambda *operands: out_type)
+    return or_shapes(kernel, out_type)
 
 
 def _kernel(
