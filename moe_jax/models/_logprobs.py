@@ -1,7 +1,6 @@
 """Log-probabilities of tokens: of answers while they are made, and of prompts."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, Float, Int, Leaf
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
+from moe_jax.models._programs import program
 
 _POSITIONS_AT_ONCE = 64  # whose logits are held at a time
 
@@ -60,11 +60,11 @@ def prompt_logprobs(model: Any, ids: list[int], k: int) -> TokenLogprobs:
     """Of every token of a prompt but the first, each after those before it: leading shape (len(ids) - 1,). The prompt
     is read once more, in one piece."""
     padded, mask = padded_prompt([ids], None, model.config.vocab_size)
-    return _of_prompt(*split_model(model), k, padded, mask).part(slice(len(ids) - 1))
+    return _of_prompt(k, *split_model(model), padded, mask).part(slice(len(ids) - 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _of_prompt(structure: Any, leaves: list[Array], k: int, ids: Array, mask: Array) -> TokenLogprobs:
+@program(num_static=2)
+def _of_prompt(k: int, structure: Any, leaves: list[Array], ids: Array, mask: Array) -> TokenLogprobs:
     model = merge_model(structure, leaves)
     hidden = model.hidden_states(ids, attention_mask=mask)[0][0]
     blocks = -(-len(hidden) // _POSITIONS_AT_ONCE)

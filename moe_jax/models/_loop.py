@@ -14,6 +14,7 @@ from moe_jax.models._compiled import merge_model
 from moe_jax.models._layer_cache import PAGE_SLOTS, put_rows
 from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._partition import on_mesh
+from moe_jax.models._programs import program
 from moe_jax.models._sampling import History
 
 
@@ -97,7 +98,7 @@ def unread(config, batch, num_slots, dtype, load):
     return Reading(hidden, load, KVCache.zeros(config, batch, num_slots, dtype))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@program(num_static=1, donated=[2])
 def read(structure, leaves, reading, chunk):
     """``Reading`` after these tokens too. chunk: (ids, mask, tokens in each row's whole prompt)."""
     return _read(merge_model(structure, leaves), reading, *chunk)
@@ -119,7 +120,7 @@ def empty(config, batch, num_slots, row_slots, num_pages, room, dtype, is_penali
     return State(jnp.int32(0), numbers, numbers, is_done, tokens, load, history, logprobs, cache), row
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+@program(num_static=3, donated=[5])
 def start(structure, room, chunk, leaves, reading, cache, prompt, sampler):
     """The state of these prompts with their first new token.
 
@@ -134,7 +135,7 @@ def start(structure, room, chunk, leaves, reading, cache, prompt, sampler):
     return _started(model, reading, ids, mask, chunk, room, sampler)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
+@program(num_static=2, donated=[4])
 def admit(structure, chunk, leaves, reading, state, prompt, rows, sampler):
     """The state with prompts, and their first new token, in these rows. prompt: (ids (R, P), mask). chunk, reading: as
     of ``start``."""
@@ -146,7 +147,7 @@ def admit(structure, chunk, leaves, reading, state, prompt, rows, sampler):
     return state.with_rows(rows, new, state.cache.with_rows(rows, new.cache))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+@program(num_static=1, donated=[2, 3])
 def admit_pack(structure, leaves, row, state, pack, sampler):
     """The state with the prompts of a ``Pack``, and their first new token, and the row with what all prompts share.
 
@@ -180,7 +181,7 @@ def admit_pack(structure, leaves, row, state, pack, sampler):
     return state.with_rows(pack.rows, new, kept), None if row is None else cache
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@program(num_static=1, donated=[2])
 def proceed(structure, leaves, state, idle, waits, limit, wanted, sampler):
     """One token per turn of a while loop, until ``limit`` turns are made or ``wanted`` rows are done or wait.
 

@@ -170,7 +170,7 @@ def test_memory_is_bounded_by_the_chunk(tmp_path):
 
     def temporary(length):
         chunk = (np.zeros((1, length), np.int32), np.ones((1, length), bool), np.full(1, 2048, np.int32))
-        account = _loop.read.lower(structure, leaves, reading, chunk).compile().memory_analysis()
+        account = _loop.read.jitted.lower(None, structure, leaves, reading, chunk).compile().memory_analysis()
         assert account is not None
         return account.temp_size_in_bytes
 

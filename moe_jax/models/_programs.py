@@ -1,0 +1,206 @@
+"""Programs of whole models, kept as they were lowered for the processes that come later.
+
+JAX's compilation cache spares a later process the compilation of a program, which it finds by what the program was
+lowered to. Tracing and lowering 48 layers takes as long again. So where that cache is on, a program is kept beside it
+under what it was traced from: the sources of these packages, versions, settings, the GPU, the structure of the model
+and the shapes of the arguments.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import io
+import os
+import pickle
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+from jax.core import Tracer
+
+import pallas_kernels
+from pallas_kernels.common.device import hopper_gpu
+from pallas_kernels.tuning import table_for
+
+_OURS = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
+_VERSIONED = "jax", "jaxlib", "flax", "numpy", "ml_dtypes"
+# Packages whose classes and functions a program may be traced from: their sources or versions are part of the key.
+_KNOWN = {"moe_jax", "pallas_kernels", *_VERSIONED, *sys.stdlib_module_names}
+_BEGAN = time.time()
+_DIGEST = hashlib.sha256().digest_size
+
+
+def program(num_static: int, donated: Sequence[int] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """``jax.jit``, but a program for a model on one device is traced and lowered once for all processes that share
+    JAX's cache.
+
+    The function has a ``jitted``, which takes the folder of programs, or None, in front of the other arguments.
+
+    Args:
+        num_static: of the function's arguments the first are static, then come the leaves of a model, then arrays.
+        donated: places of arguments whose memory is used up.
+    """
+    return functools.partial(_program, num_static, donated)
+
+
+def _program(num_static: int, donated: Sequence[int], function: Callable[..., Any]) -> Any:
+    places = dict(static_argnums=range(num_static + 1), donate_argnums=[place + 1 for place in donated])
+
+    @functools.partial(jax.jit, **places)
+    @functools.wraps(function)
+    def traced(folder, *args):
+        static, arrays = args[:num_static], args[num_static:]
+        path = None if folder is None else _path(folder, function, static, arrays)
+        if path is None:
+            return function(*args)
+        exported = _read(path)
+        if exported is None:
+            try:
+                exported = _exported(function, static, arrays)
+            except Exception as error:  # the function's own, which comes again here, or it cannot be exported
+                results = function(*args)
+                warnings.warn(f"{path.name} is not kept: {error}", stacklevel=2)
+                return results
+            _write(path, exported)
+        return exported.call(*arrays)
+
+    @functools.wraps(function)
+    def run(*args):
+        return traced(_folder(args[num_static]), *args)
+
+    run.jitted = traced  # type: ignore[attr-defined]
+    return run
+
+
+def _folder(weights: Sequence[Any]) -> Path | None:
+    """Where programs of a model with these leaves are kept; None where they are not."""
+    place = _setting("jax_compilation_cache_dir")
+    if not place or not _setting("jax_enable_compilation_cache") or "://" in place or not _is_kept():
+        return None
+    sharding = getattr(weights[0], "sharding", None) if weights else None
+    if not isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return None
+    (device,) = sharding.device_set
+    if device not in jax.local_devices()[:1] or not jax.sharding.get_abstract_mesh().empty:
+        return None
+    return Path(place) / "moe_jax"
+
+
+@functools.cache
+def _is_kept() -> bool:
+    """Whether the environment lets programs be kept, and all sources are those that this process runs."""
+    return os.environ.get("MOE_JAX_PROGRAM_CACHE") != "0" and all(
+        file.stat().st_mtime < _BEGAN for _, file in _sources()
+    )
+
+
+def _sources() -> Iterator[tuple[str, Path]]:
+    """Files that programs are traced from, and their names apart from where they are installed."""
+    for root in _OURS:
+        for file in sorted(root.rglob("*")):
+            if file.suffix in (".py", ".json"):
+                yield f"{root.name}/{file.relative_to(root).as_posix()}", file
+
+
+@functools.cache
+def _fixed() -> bytes:
+    """Digest of all that holds as long as a process runs: sources, versions, the environment, the device, tables."""
+    digest = hashlib.sha256()
+    for name, file in _sources():
+        digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    device = jax.local_devices()[0]
+    facts = [sys.version, *((name, importlib.metadata.version(name)) for name in _VERSIONED)]
+    facts += sorted(item for item in os.environ.items() if item[0].startswith("MOE_JAX_"))
+    about = "device_kind", "compute_capability", "core_count"
+    facts += [device.client.platform_version, *(getattr(device, name, None) for name in about)]
+    try:
+        gpu = hopper_gpu()
+        facts += [gpu, table_for(gpu)]
+    except NotImplementedError:
+        pass
+    digest.update(repr(facts).encode())
+    return digest.digest()
+
+
+class _Digested(pickle.Pickler):
+    """Pickles for their bytes, which are the same in every process, of what is made of known packages alone."""
+
+    def reducer_override(self, obj):
+        """Refuses classes and functions whose source is not part of the key; leaves hashes of strings out."""
+        if isinstance(obj, type) or callable(obj):
+            module = getattr(obj, "__module__", None) or type(obj).__module__
+            if module.partition(".")[0] not in _KNOWN:
+                raise pickle.PicklingError(f"{module} is not among the packages of the key")
+            return NotImplemented
+        state = getattr(obj, "__dict__", {})
+        if "_hash" not in state:
+            return NotImplemented
+        return type(obj), (), {name: value for name, value in state.items() if name != "_hash"}
+
+
+def _path(folder: Path, function: Callable[..., Any], static: Sequence[Any], arrays: Sequence[Any]) -> Path | None:
+    """Of a program; None where its key is not known, or nothing is traced (``jax.disable_jit``)."""
+    leaves, treedef = jax.tree.flatten(arrays)
+    if not all(isinstance(leaf, Tracer) for leaf in leaves):
+        return None
+    names = (name for name in sorted(jax.config.values) if "cache" not in name and "log" not in name)
+    settings = [(name, repr(_setting(name))) for name in names]
+    shapes = [(leaf.shape, str(leaf.dtype), leaf.aval.weak_type) for leaf in leaves]
+    pickled = io.BytesIO()
+    try:
+        _Digested(pickled, protocol=4).dump((function.__qualname__, static, treedef, shapes, settings))
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError):
+        return None
+    return folder / f"{function.__name__}-{hashlib.sha256(_fixed() + pickled.getvalue()).hexdigest()}"
+
+
+def _setting(name: str) -> Any:
+    """Of JAX, as it is in this thread."""
+    return getattr(jax.config, name, jax.config.values[name])
+
+
+def _exported(function: Callable[..., Any], static: Sequence[Any], arrays: Sequence[Any]) -> export.Exported:
+    """The program, lowered."""
+
+    @jax.jit
+    @functools.wraps(function)
+    def of_arrays(*arrays):
+        return function(*static, *arrays)
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.aval.weak_type), arrays)
+    # Calls whose form may change with the version of jaxlib are fine: the version is part of the key.
+    return export.export(of_arrays, disabled_checks=[export.DisabledSafetyCheck.custom_call("ALL")])(*shapes)
+
+
+def _read(path: Path) -> export.Exported | None:
+    """What ``_write`` wrote; None where it is not there, or not as it was."""
+    try:
+        stored = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        warnings.warn(f"{error}; the program is traced anew", stacklevel=2)
+        return None
+    digest, program = stored[:_DIGEST], stored[_DIGEST:]
+    if hashlib.sha256(program).digest() != digest:
+        warnings.warn(f"{path} is damaged; the program is traced anew", stacklevel=2)
+        return None
+    return export.deserialize(bytearray(program))
+
+
+def _write(path: Path, exported: export.Exported) -> None:
+    """For ``_read``; whole or not at all, whoever else writes."""
+    program = exported.serialize()
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(hashlib.sha256(program).digest() + program)
+        part.replace(path)
+    except OSError as error:
+        warnings.warn(f"{error}; the program is not kept", stacklevel=2)
