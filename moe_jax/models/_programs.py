@@ -6,25 +6,28 @@ under what it was traced from: the sources of these packages, versions, settings
 and the shapes of the arguments.
 """
 
+import dataclasses
+import enum
 import functools
 import hashlib
 import importlib.metadata
-import io
 import os
-import pickle
 import sys
 import threading
 import time
+import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 from jax.core import Tracer
 
 import pallas_kernels
+from moe_jax.models._compiled import Structure
 from pallas_kernels.common.device import hopper_gpu
 from pallas_kernels.tuning import table_for
 
@@ -128,36 +131,59 @@ def _fixed() -> bytes:
     return digest.digest()
 
 
-class _Digested(pickle.Pickler):
-    """Pickles for their bytes, which are the same in every process, of what is made of known packages alone."""
+def _spelled(value: Any) -> str:
+    """A value, the same in every process and for nothing else. Raises TypeError for one that is made of anything whose
+    source or content is not known."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str, bytes):
+        return repr(value)
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        if value.__module__.partition(".")[0] not in _KNOWN or "<" in value.__qualname__:
+            raise TypeError(f"{value.__module__}.{value.__qualname__} is not in the key")
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, jax.tree_util.PyTreeDef):
+        parts = [_spelled(value.node_data()), *map(_spelled, value.children())]
+    elif isinstance(value, enum.Enum):
+        parts = [value.name]
+    elif isinstance(value, np.dtype | np.generic):
+        parts = [repr(value)]
+    elif isinstance(value, tuple | list):
+        parts = list(map(_spelled, value))
+    elif isinstance(value, set | frozenset):
+        parts = sorted(map(_spelled, value))
+    elif isinstance(value, Mapping):
+        parts = sorted(f"{_spelled(key)}: {_spelled(held)}" for key, held in value.items())
+    elif isinstance(value, functools.partial):
+        parts = [_spelled((value.func, value.args, value.keywords))]
+    elif isinstance(value, Structure):
+        parts = [_spelled_structure(value)]
+    elif dataclasses.is_dataclass(value):
+        parts = [f"{field.name}={_spelled(getattr(value, field.name))}" for field in dataclasses.fields(value)]
+    else:
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not in the key")
+    return f"{_spelled(kind)}({', '.join(parts)})"
 
-    def reducer_override(self, obj):
-        """Refuses classes and functions whose source is not part of the key; leaves hashes of strings out."""
-        if isinstance(obj, type) or callable(obj):
-            module = getattr(obj, "__module__", None) or type(obj).__module__
-            if module.partition(".")[0] not in _KNOWN:
-                raise pickle.PicklingError(f"{module} is not among the packages of the key")
-            return NotImplemented
-        state = getattr(obj, "__dict__", {})
-        if "_hash" not in state:
-            return NotImplemented
-        return type(obj), (), {name: value for name, value in state.items() if name != "_hash"}
+
+@functools.lru_cache(4)
+def _spelled_structure(structure: Structure) -> str:
+    """All programs of a model share it."""
+    return _spelled((structure.graphdef, structure.treedef))
 
 
 def _path(folder: Path, function: Callable[..., Any], static: Sequence[Any], arrays: Sequence[Any]) -> Path | None:
-    """Of a program; None where its key is not known, or nothing is traced (``jax.disable_jit``)."""
+    """Of a program; None where not all that it is traced from can be in the key, or nothing is traced
+    (``jax.disable_jit``)."""
     leaves, treedef = jax.tree.flatten(arrays)
     if not all(isinstance(leaf, Tracer) for leaf in leaves):
         return None
     names = (name for name in sorted(jax.config.values) if "cache" not in name and "log" not in name)
     settings = [(name, repr(_setting(name))) for name in names]
     shapes = [(leaf.shape, str(leaf.dtype), leaf.aval.weak_type) for leaf in leaves]
-    pickled = io.BytesIO()
     try:
-        _Digested(pickled, protocol=4).dump((function.__qualname__, static, treedef, shapes, settings))
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError):
+        key = _spelled((function, static, treedef, shapes, settings))
+    except (TypeError, AttributeError):
         return None
-    return folder / f"{function.__name__}-{hashlib.sha256(_fixed() + pickled.getvalue()).hexdigest()}"
+    return folder / f"{function.__name__}-{hashlib.sha256(_fixed() + key.encode()).hexdigest()}"
 
 
 def _setting(name: str) -> Any:
