@@ -26,6 +26,7 @@ from moe_jax.models._pages import NumPages
 from moe_jax.text._answer import Answer, Detokenizer
 from moe_jax.text._chat_template import ChatTemplate
 from moe_jax.text._tokenizer import Tokenizer
+from pallas_kernels.tuning import user_cache
 
 Ids = list[int]
 COMPILING = "compiling ..."
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from moe_jax.parallel import parse_mesh
 
     _check_options(args)
+    keep_programs()
     directory = checkpoint_directory(args.model, revision=args.revision)
     if args.logits_out is not None:
         _check_is_no_input(args.logits_out, directory, args.input_ids)
@@ -122,10 +124,11 @@ def run(args: argparse.Namespace) -> int:
             implementation=None if args.implementation is None else tuple(args.implementation.split(",")),
             dtype=jnp.dtype(args.dtype),
             kv_cache_dtype=args.kv_cache_dtype,
-            max_seq_len=max(len(prompt.ids) for prompt in prompts) + max_new_tokens,
+            max_seq_len=max(len(prompt.ids) for prompt in prompts) + max_new_tokens,  # too many are refused before
             progress=progress,
             **({} if args.max_num_batched_tokens is None else dict(max_num_batched_tokens=args.max_num_batched_tokens)),
         )
+    model.max_seq_len = model.config.rope.max_seq_len  # which programs depend on: other lengths find the same ones
     vocab = model.config.vocab_size
     end = sorted({*model.eos_token_id, *stop_ids})
     for name, ids in [("input id", prompt.ids) for prompt in prompts] + [("end token", end)]:
@@ -148,6 +151,14 @@ def run(args: argparse.Namespace) -> int:
         if balancer is not None:
             print(f"experts were moved in {balancer.num_moves} layers", file=sys.stderr)
     return 0
+
+
+def keep_programs() -> None:
+    """Have JAX keep what it compiles for a GPU among the user's caches, where nobody has said where."""
+    import jax
+
+    if jax.config.values["jax_compilation_cache_dir"] is None and jax.default_backend() == "gpu":
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "programs"))
 
 
 class Clock:

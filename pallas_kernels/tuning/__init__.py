@@ -2,7 +2,7 @@
 
 from pallas_kernels.tuning.layer import FORMATS, PACKED_FORMATS, LayerConfig, LayerKey, PackedLayerKey
 from pallas_kernels.tuning.search import tune
-from pallas_kernels.tuning.table import Entry, Table, load_table, table_for, update, user_path
+from pallas_kernels.tuning.table import Entry, Table, load_table, table_for, update, user_cache, user_path
 
 __all__ = [
     "FORMATS",
@@ -16,5 +16,6 @@ __all__ = [
     "table_for",
     "tune",
     "update",
+    "user_cache",
     "user_path",
 ]

@@ -165,14 +165,19 @@ def path_for(device: str) -> Path:
     return FOLDER / f"{re.sub(r'[^a-z0-9]+', '_', device.lower()).strip('_')}.json"
 
 
-def user_path(device: str) -> Path:
-    """Where the user's own table of a kind of device lies, or would: in the user's folder for caches."""
+def user_cache() -> Path:
+    """Our folder among the user's caches, which may not be there yet."""
     if sys.platform == "darwin":
         caches = Path.home() / "Library" / "Caches"
     else:
         named = os.environ.get("XDG_CACHE_HOME", "")
         caches = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    return caches / "moe_jax" / "tuning" / f"kernels-{KERNELS}" / path_for(device).name
+    return caches / "moe_jax"
+
+
+def user_path(device: str) -> Path:
+    """Where the user's own table of a kind of device lies, or would."""
+    return user_cache() / "tuning" / f"kernels-{KERNELS}" / path_for(device).name
 
 
 @functools.cache

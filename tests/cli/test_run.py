@@ -12,7 +12,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import moe_jax
-from moe_jax.cli._run import Clock, read_prompts
+from moe_jax.cli._run import Clock, keep_programs, read_prompts
+from moe_jax.models import _loop, _programs
 from moe_jax.text._chat_template import ChatTemplate
 from tests.cli.test_main import model_dir, run  # noqa: F401  (a fixture)
 
@@ -43,10 +44,9 @@ def chat_dir(model_dir, tmp_path):  # noqa: F811
 def greedy(model_dir):  # noqa: F811
     """greedy(ids, n, **options) -> the new tokens of a single prompt, by ``generate``."""
 
-    def tokens(
-        ids, n, max_seq_len=None, **options
-    ):  # max_seq_len as the command sets it: then both use the same programs
-        model = moe_jax.load_pretrained(model_dir, dtype=jnp.float32, max_seq_len=max_seq_len or len(ids) + n)
+    model = moe_jax.load_pretrained(model_dir, dtype=jnp.float32)
+
+    def tokens(ids, n, **options):
         return np.asarray(moe_jax.generate(model, [ids], max_new_tokens=n, **options))[0, len(ids) :].tolist()
 
     return tokens
@@ -250,12 +250,12 @@ def test_prompts_from_a_file(chat_dir, tmp_path, greedy, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows == [
         {"prompt": "w3 w1 w4", "completion": words(greedy([3, 1, 4], 8))},
-        {"prompt": "w5 w6", "completion": words(greedy([5, 6], 8, max_seq_len=11))},
+        {"prompt": "w5 w6", "completion": words(greedy([5, 6], 8))},
     ]
     assert run(chat_dir, "--chat", "--prompts", str(rich), *args, "6") == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["prompt"] for row in rows] == ["w5", "w7 w7", MESSAGES[:1]]
-    expected = [greedy(ids, 6, max_seq_len=11) for ids in ([9, 1, 5, 2], [9, 1, 7, 7, 2], [9, 1, 3, 4, 2])]
+    expected = [greedy(ids, 6) for ids in ([9, 1, 5, 2], [9, 1, 7, 7, 2], [9, 1, 3, 4, 2])]
     assert [row["completion"] for row in rows] == [words(ids) for ids in expected]
 
 
@@ -380,3 +380,38 @@ def test_messages_need_chat(model_dir, tmp_path, capsys):  # noqa: F811
     (tmp_path / "p.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     assert run(model_dir, "--prompts", str(tmp_path / "p.jsonl")) == 2
     assert "line 1: messages need --chat" in capsys.readouterr().err
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_programs_are_kept_on_a_gpu(monkeypatch, tmp_path):
+    """Among the user's caches, unless somebody has said where; a CPU's are not kept."""
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        for given, backend, expected in [
+            (None, "cpu", None),
+            (None, "gpu", str(tmp_path / "moe_jax" / "programs")),
+            ("elsewhere", "gpu", "elsewhere"),
+        ]:
+            jax.config.update("jax_compilation_cache_dir", given)
+            with monkeypatch.context() as patch:
+                patch.setattr(jax, "default_backend", lambda backend=backend: backend)
+                keep_programs()
+            assert jax.config.jax_compilation_cache_dir == expected
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_prompts_of_other_lengths_find_the_same_programs(model_dir, monkeypatch, tmp_path, capsys):  # noqa: F811
+    folders, path = [], _programs._path
+    monkeypatch.setattr(_programs, "_folder", lambda weights: tmp_path)
+    monkeypatch.setattr(_programs, "_path", lambda *args: folders.append(path(*args)) or folders[-1])
+    answers = []
+    for prompt, n in (("3,1,4", "8"), ("5", "6")):
+        for program in (_loop.start, _loop.proceed):
+            program.jitted.clear_cache()
+        assert run(model_dir, "--input-ids", prompt, *F32, "--max-new-tokens", n) == 0
+        answers.append(capsys.readouterr().out)
+    assert len({*folders}) == len(folders) / 2 == len(list(tmp_path.iterdir())) and all(folders)
