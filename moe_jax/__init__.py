@@ -2,6 +2,7 @@
 
 import importlib
 
+from moe_jax import _began as _began  # the time is now
 from moe_jax import _compat
 from moe_jax._version import __version__
 

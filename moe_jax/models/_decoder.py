@@ -25,7 +25,6 @@ from moe_jax.models._layers import NORMS, Addend, Embedding, GatedMLP, Head, Lay
 from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
-from moe_jax.models._programs import program
 from moe_jax.models._reader import ranges, reload_weights
 from moe_jax.models.attention._attention import Attention, AttentionInputs
 from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, segments_refusal
@@ -690,7 +689,7 @@ def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:
     return dataclasses.replace(both, **moved)
 
 
-@program(num_static=1)
+@functools.partial(jax.jit, static_argnums=0)
 def _score(structure: Any, leaves: list[Array], ids: Array, mask: Array) -> Array:
     model = merge_model(structure, leaves)
     return model.logits(model.hidden_states(ids, attention_mask=mask)[0])

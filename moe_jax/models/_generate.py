@@ -182,8 +182,9 @@ def generate(
     if run.max_new_tokens == 0:
         return (prompt, run.no_load) if return_load else prompt
     state = run.until(run.start(), run.max_new_tokens)
-    tokens = jnp.concatenate([prompt, state.tokens[:, : run.max_new_tokens]], axis=1)
-    return (tokens, state.load) if return_load else tokens
+    tokens, load = run.free(state.tokens[:, : run.max_new_tokens]), run.free(state.load)
+    tokens = jnp.concatenate([prompt, tokens], axis=1)
+    return (tokens, load) if return_load else tokens
 
 
 @overload
@@ -372,6 +373,12 @@ class _Run:
         state = _loop.start(self._structure, room, prompt.chunk, self._leaves, reading, cache, whole, self._sampler)
         prompt.done(state)
         return state
+
+    def free(self, result: Array) -> Array:
+        """A result of a program, as free as the weights to go to another device."""
+        if self._leaves[0].committed or not result.committed:
+            return result
+        return jnp.asarray(np.asarray(result))
 
     def parts(self, at_once: int, progress: Callable[[int, int], None] | None = None) -> Iterator[Part]:
         """The first token of all rows, then up to ``at_once`` at a time."""

@@ -2,8 +2,8 @@
 
 JAX's compilation cache spares a later process the compilation of a program, which it finds by what the program was
 lowered to. Tracing and lowering 48 layers takes as long again. So where that cache is on, a program is kept beside it
-under what it was traced from: the sources of these packages, versions, settings, the GPU, the structure of the model
-and the shapes of the arguments.
+under what it was traced from: the sources of these packages, versions, settings, the GPU, tuning tables, the structure
+of the model and the shapes of the arguments.
 """
 
 import dataclasses
@@ -14,7 +14,6 @@ import importlib.metadata
 import os
 import sys
 import threading
-import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,15 +26,17 @@ from jax import export
 from jax.core import Tracer
 
 import pallas_kernels
+from moe_jax import _began
 from moe_jax.models._compiled import Structure
 from pallas_kernels.common.device import hopper_gpu
 from pallas_kernels.tuning import table_for
 
 _OURS = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
-_VERSIONED = "jax", "jaxlib", "flax", "numpy", "ml_dtypes"
+# Distributions whose code runs while a program is traced, where they are installed.
+_TRACING = "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "opt_einsum"
+_TRACING += "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"
 # Packages whose classes and functions a program may be traced from: their sources or versions are part of the key.
-_KNOWN = {"moe_jax", "pallas_kernels", *_VERSIONED, *sys.stdlib_module_names}
-_BEGAN = time.time()
+_KNOWN = {"moe_jax", "pallas_kernels", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", *sys.stdlib_module_names}
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -53,10 +54,6 @@ def program(num_static: int, donated: Sequence[int] = ()) -> Callable[[Callable[
 
 
 def _program(num_static: int, donated: Sequence[int], function: Callable[..., Any]) -> Any:
-    places = dict(static_argnums=range(num_static + 1), donate_argnums=[place + 1 for place in donated])
-
-    @functools.partial(jax.jit, **places)
-    @functools.wraps(function)
     def traced(folder, *args):
         static, arrays = args[:num_static], args[num_static:]
         path = None if folder is None else _path(folder, function, static, arrays)
@@ -66,41 +63,50 @@ def _program(num_static: int, donated: Sequence[int], function: Callable[..., An
         if exported is None:
             try:
                 exported = _exported(function, static, arrays)
+                stored = bytes(exported.serialize())
             except Exception as error:  # the function's own, which comes again here, or it cannot be exported
                 results = function(*args)
                 warnings.warn(f"{path.name} is not kept: {error}", stacklevel=2)
                 return results
-            _write(path, exported)
+            if _are_sources_unchanged():
+                _write(path, stored)
         return exported.call(*arrays)
+
+    traced.__name__ = function.__name__
+    donate_argnums = [place + 1 for place in donated]
+    jitted = jax.jit(traced, static_argnums=range(num_static + 1), donate_argnums=donate_argnums)
 
     @functools.wraps(function)
     def run(*args):
-        return traced(_folder(args[num_static]), *args)
+        folder = _folder(args[num_static])
+        if folder is not None:  # results of what was exported are committed, and used up by the next call
+            args = tuple(_committed(arg) if place in donated else arg for place, arg in enumerate(args))
+        return jitted(folder, *args)
 
-    run.jitted = traced  # type: ignore[attr-defined]
+    run.jitted = jitted  # type: ignore[attr-defined]
     return run
 
 
 def _folder(weights: Sequence[Any]) -> Path | None:
     """Where programs of a model with these leaves are kept; None where they are not."""
     place = _setting("jax_compilation_cache_dir")
-    if not place or not _setting("jax_enable_compilation_cache") or "://" in place or not _is_kept():
+    if not place or not _setting("jax_enable_compilation_cache") or "://" in place:
+        return None
+    if os.environ.get("MOE_JAX_PROGRAM_CACHE") == "0":
         return None
     sharding = getattr(weights[0], "sharding", None) if weights else None
     if not isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return None
     (device,) = sharding.device_set
-    if device not in jax.local_devices()[:1] or not jax.sharding.get_abstract_mesh().empty:
-        return None
-    return Path(place) / "moe_jax"
+    return Path(place) / "moe_jax" if device in jax.local_devices()[:1] else None
 
 
-@functools.cache
-def _is_kept() -> bool:
-    """Whether the environment lets programs be kept, and all sources are those that this process runs."""
-    return os.environ.get("MOE_JAX_PROGRAM_CACHE") != "0" and all(
-        file.stat().st_mtime < _BEGAN for _, file in _sources()
-    )
+def _committed(arrays: Any) -> Any:
+    """Arrays on the device where they lie, committed to it."""
+    leaves, treedef = jax.tree.flatten(arrays)
+    if all(leaf.committed for leaf in leaves[:1] if isinstance(leaf, jax.Array)):
+        return arrays
+    return treedef.unflatten(jax.device_put(a, a.sharding) if isinstance(a, jax.Array) else a for a in leaves)
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
@@ -111,24 +117,48 @@ def _sources() -> Iterator[tuple[str, Path]]:
                 yield f"{root.name}/{file.relative_to(root).as_posix()}", file
 
 
+def _are_sources_unchanged() -> bool:
+    """Whether all are those that this process has read, or will: none came after it began."""
+    stats = (file.stat() for _, file in _sources())
+    return all(max(stat.st_mtime, stat.st_ctime) < _began.TIME for stat in stats)
+
+
 @functools.cache
-def _fixed() -> bytes:
-    """Digest of all that holds as long as a process runs: sources, versions, the environment, the device, tables."""
-    digest = hashlib.sha256()
-    for name, file in _sources():
-        digest.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
-    device = jax.local_devices()[0]
-    facts = [sys.version, *((name, importlib.metadata.version(name)) for name in _VERSIONED)]
-    facts += sorted(item for item in os.environ.items() if item[0].startswith("MOE_JAX_"))
-    about = "device_kind", "compute_capability", "core_count"
-    facts += [device.client.platform_version, *(getattr(device, name, None) for name in about)]
+def _fixed() -> str:
+    """What holds as long as a process runs: sources, versions, the device."""
+    facts: list[Any] = [(name, hashlib.sha256(file.read_bytes()).hexdigest()) for name, file in _sources()]
+    facts += [(name, _version(name)) for name in _TRACING]
+    device, about = jax.local_devices()[0], ("device_kind", "compute_capability", "core_count")
+    facts += [sys.version, device.client.platform_version, *(getattr(device, name, None) for name in about)]
+    return repr(facts)
+
+
+def _version(name: str) -> str | None:
+    """Of a distribution; None where there is none."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tables() -> str:
+    """The tuning table of the GPU at hand."""
     try:
         gpu = hopper_gpu()
-        facts += [gpu, table_for(gpu)]
     except NotImplementedError:
-        pass
-    digest.update(repr(facts).encode())
-    return digest.digest()
+        return ""
+    return repr((gpu, table_for(gpu)))
+
+
+def _is_in_context() -> bool:
+    """Whether JAX traces otherwise here than in a new thread: under one of its context managers."""
+    traces: list[int] = []
+    probe = jax.jit(lambda: traces.append(0))
+    elsewhere = threading.Thread(target=jax.eval_shape, args=(probe,))
+    elsewhere.start()
+    elsewhere.join()
+    jax.eval_shape(probe)
+    return len(traces) > 1
 
 
 def _spelled(value: Any) -> str:
@@ -171,19 +201,24 @@ def _spelled_structure(structure: Structure) -> str:
 
 
 def _path(folder: Path, function: Callable[..., Any], static: Sequence[Any], arrays: Sequence[Any]) -> Path | None:
-    """Of a program; None where not all that it is traced from can be in the key, or nothing is traced
+    """Of a program; None where not all that it is traced from is in the key, or nothing is traced
     (``jax.disable_jit``)."""
     leaves, treedef = jax.tree.flatten(arrays)
     if not all(isinstance(leaf, Tracer) for leaf in leaves):
+        return None
+    if any(getattr(leaf.aval, "memory_space", None) != jax.memory.Space.Device for leaf in leaves):
+        return None
+    environment = {name: value for name, value in os.environ.items() if name.startswith("MOE_JAX_")}
+    if environment != _began.ENVIRONMENT or _is_in_context() or not _are_sources_unchanged():
         return None
     names = (name for name in sorted(jax.config.values) if "cache" not in name and "log" not in name)
     settings = [(name, repr(_setting(name))) for name in names]
     shapes = [(leaf.shape, str(leaf.dtype), leaf.aval.weak_type) for leaf in leaves]
     try:
-        key = _spelled((function, static, treedef, shapes, settings))
+        key = _spelled((function, static, treedef, shapes, settings, environment, _fixed(), _tables()))
     except (TypeError, AttributeError):
         return None
-    return folder / f"{function.__name__}-{hashlib.sha256(_fixed() + key.encode()).hexdigest()}"
+    return folder / f"{function.__name__}-{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def _setting(name: str) -> Any:
@@ -194,14 +229,13 @@ def _setting(name: str) -> Any:
 def _exported(function: Callable[..., Any], static: Sequence[Any], arrays: Sequence[Any]) -> export.Exported:
     """The program, lowered."""
 
-    @jax.jit
-    @functools.wraps(function)
     def of_arrays(*arrays):
         return function(*static, *arrays)
 
+    of_arrays.__name__ = function.__name__
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.aval.weak_type), arrays)
     # Calls whose form may change with the version of jaxlib are fine: the version is part of the key.
-    return export.export(of_arrays, disabled_checks=[export.DisabledSafetyCheck.custom_call("ALL")])(*shapes)
+    return export.export(jax.jit(of_arrays), disabled_checks=[export.DisabledSafetyCheck.custom_call("ALL")])(*shapes)
 
 
 def _read(path: Path) -> export.Exported | None:
@@ -220,9 +254,8 @@ def _read(path: Path) -> export.Exported | None:
     return export.deserialize(bytearray(program))
 
 
-def _write(path: Path, exported: export.Exported) -> None:
+def _write(path: Path, program: bytes) -> None:
     """For ``_read``; whole or not at all, whoever else writes."""
-    program = exported.serialize()
     part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,21 +1,30 @@
 """Programs that ``generate`` keeps beside JAX's compilation cache: what a later process finds, and what it must not."""
 
 import functools
+import importlib.metadata
+import itertools
 import os
 import subprocess
 import sys
+import time
+import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import moe_jax
+from moe_jax import _began
 from moe_jax.models import CausalLM, SamplingParams, _loop, _programs, generate
-from moe_jax.models._compiled import split_model
-from moe_jax.models._logprobs import prompt_logprobs
+from moe_jax.models._logprobs import _of_prompt, prompt_logprobs
 from tests.support.cases.models import FAMILY_CASES, write_checkpoint
 
 PROGRAMS = _loop.read, _loop.start, _loop.admit, _loop.admit_pack, _loop.proceed
@@ -36,15 +45,15 @@ for directory in sys.argv[1:]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where programs are kept, under a cache that is on for one test."""
+    """Where programs are kept, under a cache that is on for one test. No source is too new."""
     before = jax.config.jax_compilation_cache_dir
-    monkeypatch.delenv("MOE_JAX_PROGRAM_CACHE", raising=False)
-    _programs._is_kept.cache_clear()
+    monkeypatch.setattr(_began, "TIME", time.time() + 60)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    forget()
     yield tmp_path / "moe_jax"
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
-    _programs._is_kept.cache_clear()
+    forget()
 
 
 @pytest.fixture
@@ -57,7 +66,7 @@ def traced(monkeypatch):
 
 def forget():
     """As a process that has just begun."""
-    for program in PROGRAMS:
+    for program in (*PROGRAMS, _of_prompt):
         program.jitted.clear_cache()
 
 
@@ -97,33 +106,212 @@ def test_a_later_process_traces_nothing(case, folder, traced, name):
         np.testing.assert_array_equal(one, three)
 
 
-def test_scores_and_logprobs_are_kept(case, folder, traced):
+def test_logprobs_are_kept(case, folder, traced):
     model = case("mixtral").model
-
-    def both():
-        return model.score(IDS), prompt_logprobs(model, IDS[0], 2)
-
-    before = both()
-    assert names(folder) == ["_of_prompt", "_score"]
-    sys.modules["moe_jax.models._decoder"]._score.jitted.clear_cache()
-    sys.modules["moe_jax.models._logprobs"]._of_prompt.jitted.clear_cache()
+    before = prompt_logprobs(model, IDS[0], 2)
+    assert names(folder) == ["_of_prompt"] and traced
+    forget()
     traced.clear()
-    jax.tree.map(np.testing.assert_array_equal, before, both())
+    jax.tree.map(np.testing.assert_array_equal, before, prompt_logprobs(model, IDS[0], 2))
     assert not traced
 
 
-def test_memory_of_donated_arguments_is_used_up(case, folder):
-    model = case("mixtral").model
-    structure, leaves = split_model(model)
+@pytest.mark.parametrize("options", [dict(most=16), dict(batch_size=2), dict(batch_size=2, num_pages="auto")])
+def test_programs_are_compiled_once(case, folder, prompt, monkeypatch, options):
+    """A state that nobody has run yet is like one that a program has made; and results go to any device."""
+    model = moe_jax.load_pretrained(case("mixtral").directory, dtype="float32")
+    model.max_num_batched_tokens = options.pop("most", 8192)
+    prompts = prompt(8, 50).tolist() if options else prompt(2, 50)
+
+    def sizes():
+        found = generate(model, prompts, max_new_tokens=3, **options)
+        if not options:
+            assert not found.committed
+            assert (found + jax.device_put(np.zeros((2, 53), np.int32), jax.devices()[1])).devices() == {
+                jax.devices()[1]
+            }
+        return [program.jitted._cache_size() for program in PROGRAMS]
+
+    kept = sizes()
+    assert names(folder)
+    forget()
+    assert sizes() == kept  # found
+    forget()
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert sizes() == kept and max(kept) == 1
+
+
+def test_results_of_committed_weights_are_committed(case, folder):
+    model = moe_jax.load_pretrained(case("mixtral").directory, dtype="float32")
+    nnx.update(model, jax.device_put(nnx.state(model), jax.devices()[0]))
+    assert generate(model, IDS, max_new_tokens=3).committed and names(folder) == ["proceed", "start"]
+
+
+def added(factor, leaves, state, x, row):
+    """Of arrays; state and row are used up."""
+    return {name: value + factor * x + leaves[0] for name, value in state.items()}, row + x
+
+
+def test_arguments_are_used_up(folder, monkeypatch):
+    """As in plain ``jax.jit``, whether a program is made or found."""
+    monkeypatch.setattr(_programs, "_KNOWN", {*_programs._KNOWN, "tests"})
     for _ in range(2):
-        forget()
-        load = np.zeros((0, 0), np.int32)
-        reading = _loop.unread(model.config, 1, 32, model.dtype, load)
-        chunk = (np.ones((1, 8), np.int32), np.ones((1, 8), bool), np.full(1, 16, np.int32))
-        after = _loop.read(structure, leaves, reading, chunk)
-        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(reading.cache.layers))
-        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
-    assert names(folder) == ["read"]
+        run = _programs.program(num_static=1, donated=[2, 4])(added)
+        state, row = dict(a=jnp.ones(3), b=jnp.zeros(3)), jnp.ones(3)
+        for _ in range(3):
+            before = [*state.values(), row]
+            x = jnp.arange(3.0)
+            state, row = run(2, [jnp.ones(3)], state, x, row)
+            assert [a.is_deleted() for a in before] == [True] * 3 and not x.is_deleted()
+        np.testing.assert_array_equal(state["a"], 1 + 3 * (2 * np.arange(3) + 1))
+        assert run.jitted._cache_size() == 1
+    assert names(folder) == ["added"]
+
+
+def key(static, *arrays, function=_loop.proceed):
+    """Of a program of these arguments; None where it would not be kept."""
+    found = []
+    jax.eval_shape(lambda *arrays: found.append(_programs._path(Path(""), function, static, arrays)), *arrays)
+    return found[0]
+
+
+def test_arguments_are_part_of_the_key():
+    weak = jax.ShapeDtypeStruct((3,), "float32", weak_type=True)
+    packs = [_loop.PackPages(np.zeros(3, np.float32), np.zeros(3, np.float32), flag) for flag in (True, False)]
+    calls = [
+        ([2, "a"], np.zeros(3, np.float32)),
+        ([3, "a"], np.zeros(3, np.float32)),
+        ([2, "b"], np.zeros(3, np.float32)),
+        ([2.0, "a"], np.zeros(3, np.float32)),
+        ([2, np.dtype("int8")], np.zeros(3, np.float32)),
+        ([2, (moe_jax.Scheme.parse("int8_w8a16"),)], np.zeros(3, np.float32)),
+        ([2, (moe_jax.Scheme.parse("int8_w8a8"),)], np.zeros(3, np.float32)),
+        ([2, "a"], np.zeros(4, np.float32)),
+        ([2, "a"], np.zeros(3, np.int32)),
+        ([2, "a"], weak),
+        ([2, "a"], [np.zeros(3, np.float32)]),
+        ([2, "a"], packs[0]),
+        ([2, "a"], packs[1]),
+        ([2, functools.partial(generate, max_new_tokens=3)], np.zeros(3, np.float32)),
+        ([2, functools.partial(generate, max_new_tokens=4)], np.zeros(3, np.float32)),
+    ]
+    found = [key(*call) for call in calls] + [key(*calls[0], function=_loop.start)]
+    assert None not in found and len({*found}) == len(found)
+    assert [key(*call) for call in calls] == found[:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_enable_x64", True),
+        ("jax_default_matmul_precision", "bfloat16"),
+        ("jax_numpy_dtype_promotion", "standard"),
+        ("jax_threefry_partitionable", False),
+        ("jax_default_prng_impl", "rbg"),
+    ],
+)
+def test_settings_are_part_of_the_key(name, value):
+    before, own = getattr(jax.config, name), key([1], np.zeros(3, np.float32))
+    jax.config.update(name, value)
+    try:
+        assert key([1], np.zeros(3, np.float32)) not in (own, None)
+    finally:
+        jax.config.update(name, before)
+    assert key([1], np.zeros(3, np.float32)) == own
+
+
+def replaced(which, other, sources=_programs._sources):
+    """Sources, of which one has another content."""
+    for name, file in sources():
+        if name == which:
+            other.write_bytes(file.read_bytes() + b"\n")
+            file = other
+        yield name, file
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        "moe_jax/routing/_route.py",
+        "pallas_kernels/grouped_gemm/config.py",
+        "pallas_kernels/tuning/tuned/nvidia_h200.json",
+    ],
+)
+def test_sources_are_part_of_the_key(folder, which, monkeypatch, tmp_path):
+    assert which in {name for name, _ in _programs._sources()}
+    own = key([1], np.zeros(3, np.float32))
+    monkeypatch.setattr(_programs, "_sources", functools.partial(replaced, which, tmp_path / "other"))
+    _programs._fixed.cache_clear()
+    assert key([1], np.zeros(3, np.float32)) not in (own, None)
+    _programs._fixed.cache_clear()
+
+
+def test_machines_are_part_of_the_key(monkeypatch):
+    """Versions of what traces, the device, and the tuning table of a GPU."""
+    own, version, device = key([1], np.zeros(3, np.float32)), importlib.metadata.version, jax.local_devices()[0]
+    changes = [
+        *(
+            (importlib.metadata, "version", lambda n, name=name: "0" if n == name else version(n))
+            for name in ("jax", "flax")
+        ),
+        (sys, "version", "4.0"),
+        (jax, "local_devices", lambda: [types.SimpleNamespace(device_kind="other", client=device.client)]),
+        (_programs, "hopper_gpu", lambda: "a GPU"),
+    ]
+    found = [own]
+    monkeypatch.setattr(_programs, "table_for", lambda gpu: f"table of {gpu}")
+    for place, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, value)
+            _programs._fixed.cache_clear()
+            found.append(key([1], np.zeros(3, np.float32)))
+    _programs._fixed.cache_clear()
+    assert None not in found and len({*found}) == len(found)
+    with monkeypatch.context() as patch:  # another table of the same GPU, while the process runs
+        patch.setattr(_programs, "hopper_gpu", lambda: "a GPU")
+        patch.setattr(_programs, "table_for", lambda gpu: f"newer table of {gpu}")
+        assert key([1], np.zeros(3, np.float32)) not in found
+
+
+def test_what_is_not_in_the_key_is_not_kept(monkeypatch):
+    """Foreign functions and classes, JAX's contexts, memory of the host, a changed environment, new sources."""
+    arrays = np.zeros(3, np.float32)
+    assert key([moe_jax.fused_moe], arrays) is not None
+    for foreign in (
+        added,
+        functools.partial(added, 2),
+        lambda: 1,
+        Foreign,
+        np.zeros(3),
+        object(),
+        jax.jit(moe_jax.fused_moe),
+    ):
+        assert key([foreign], arrays) is None
+    contexts = [
+        jax.default_matmul_precision("bfloat16"),
+        compute_on("device_host"),
+        set_xla_metadata(foo="bar"),
+        jax.set_mesh(jax.make_mesh((1,), ("x",))),
+    ]
+    for context in contexts:
+        with context:
+            assert key([1], arrays) is None
+    with monkeypatch.context() as patch:
+        patch.setenv("MOE_JAX_PDL", "0")
+        assert key([1], arrays) is None
+    for stat in ("st_mtime", "st_ctime"):
+        with monkeypatch.context() as patch:
+            newest = max(getattr(file.stat(), stat) for _, file in _programs._sources())
+            patch.setattr(_began, "TIME", newest)
+            assert key([1], arrays) is None
+    found = []
+
+    def ask(x):
+        for place in (jax.memory.Space.Device, jax.memory.Space.Host):
+            found.append(_programs._path(Path(""), _loop.proceed, [1], [jax.device_put(x, place)]))
+
+    jax.eval_shape(ask, arrays)
+    assert found[0] is not None and found[1] is None
 
 
 def keys(folder, model, **options):
@@ -135,15 +323,8 @@ def keys(folder, model, **options):
     return frozenset(path.name for path in folder.iterdir())
 
 
-def sources_but_one(other, sources=_programs._sources):
-    """With a newline more in the eighth."""
-    found = list(sources())
-    other.write_bytes(found[7][1].read_bytes() + b"\n")
-    return [*found[:7], (found[7][0], other), *found[8:]]
-
-
-def test_what_else_is_traced_has_another_key(case, folder, monkeypatch):
-    """Each of these changes what a program is, or may; values of weights and of settings do not."""
+def test_models_are_part_of_the_key(case, folder):
+    """Each of these changes what a program is; values of weights and of settings do not."""
     name, found = "mixtral", []
     model = case(name).model
     found.append(keys(folder, model))
@@ -157,20 +338,6 @@ def test_what_else_is_traced_has_another_key(case, folder, monkeypatch):
     found.append(keys(folder, changed))
     changed.norm.eps *= 2
     found.append(keys(folder, changed))
-    with jax.default_matmul_precision("bfloat16"):
-        found.append(keys(folder, model))
-    for about in ("sources", "tables", "environment"):
-        with monkeypatch.context() as patch:
-            _programs._fixed.cache_clear()
-            if about == "sources":
-                patch.setattr(_programs, "_sources", functools.partial(sources_but_one, folder.parent / "other.py"))
-            elif about == "tables":
-                patch.setattr(_programs, "hopper_gpu", lambda: "a GPU")
-                patch.setattr(_programs, "table_for", lambda gpu: f"table of {gpu}")
-            else:
-                patch.setenv("MOE_JAX_PDL", "0")
-            found.append(keys(folder, model))
-    _programs._fixed.cache_clear()
     assert all(len(one) == 2 for one in found)
     assert len(frozenset.union(*found)) == 2 * len(found)
 
@@ -207,28 +374,33 @@ def test_models_of_other_packages_are_traced_each_time(case, folder):
 
 
 def test_nothing_is_kept(case, folder, monkeypatch):
-    """Without a cache, with a cache elsewhere, over a mesh, where the environment says so, and by a process whose
-    sources have changed since it began."""
+    """Without a cache, with one that is off or elsewhere, on other devices, and where the environment says so."""
     model = case("mixtral").model
 
-    def kept():
+    def kept(model=model):
         forget()
-        _programs._is_kept.cache_clear()
         generate(model, IDS, max_new_tokens=3)
         return names(folder)
 
     with monkeypatch.context() as patch:
         patch.setenv("MOE_JAX_PROGRAM_CACHE", "0")
         assert kept() == []
-    with monkeypatch.context() as patch:
-        patch.setattr(_programs, "_BEGAN", 0.0)
+    for name, value in (("jax_enable_compilation_cache", False), ("jax_compilation_cache_dir", None)):
+        before = getattr(jax.config, name)
+        jax.config.update(name, value)
         assert kept() == []
+        jax.config.update(name, before)
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = moe_jax.load_pretrained(case("mixtral").directory, dtype="float32", mesh=mesh)
-    generate(spread, IDS, max_new_tokens=3)
-    assert names(folder) == []
-    jax.config.update("jax_compilation_cache_dir", None)
-    assert kept() == []
+    assert kept(moe_jax.load_pretrained(case("mixtral").directory, dtype="float32", mesh=mesh)) == []
+    other = moe_jax.load_pretrained(case("mixtral").directory, dtype="float32")
+    nnx.update(other, jax.device_put(nnx.state(other), jax.devices()[1]))
+    assert kept(other) == []
+    with monkeypatch.context() as patch:  # changed while it was traced
+        checks = itertools.cycle([True, False])
+        patch.setattr(_programs, "_are_sources_unchanged", lambda: next(checks))
+        assert kept() == []
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket")
+    assert _programs._folder(jax.tree.leaves(nnx.state(model))) is None
     jax.config.update("jax_compilation_cache_dir", str(folder.parent))
     assert kept() == ["proceed", "start"]
 
@@ -258,7 +430,20 @@ def test_a_folder_that_cannot_be_written(case, folder):
         assert generate(case("mixtral").model, IDS, max_new_tokens=3).shape == (2, 8)
 
 
-def test_what_cannot_be_exported_runs(case, folder, monkeypatch):
+def test_a_program_is_written_whole_or_not_at_all(case, folder, monkeypatch):
+    def write(path, data):
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.warns(UserWarning, match="the disk is full; the program is not kept"):
+        generate(case("mixtral").model, IDS, max_new_tokens=3)
+    assert not [path for path in folder.iterdir() if path.name.count(".") != 2]
+
+
+@pytest.mark.parametrize("what", ["export", "serialize"])
+def test_what_cannot_be_exported_runs(case, folder, monkeypatch, what):
     """And an error of the function's own is that error."""
     model = case("mixtral").model
     wanted = np.asarray(generate(model, IDS, max_new_tokens=3))
@@ -270,7 +455,7 @@ def test_what_cannot_be_exported_runs(case, folder, monkeypatch):
 
     forget()
     with monkeypatch.context() as patch:
-        patch.setattr(_programs.export, "export", refuse)
+        patch.setattr(_programs.export if what == "export" else _programs.export.Exported, what, refuse)
         with pytest.warns(UserWarning, match="is not kept: cannot be exported"):
             np.testing.assert_array_equal(generate(model, IDS, max_new_tokens=3), wanted)
     assert names(folder) == []
