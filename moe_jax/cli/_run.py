@@ -159,6 +159,7 @@ def keep_programs() -> None:
 
     if jax.config.values["jax_compilation_cache_dir"] is None and jax.default_backend() == "gpu":
         jax.config.update("jax_compilation_cache_dir", str(user_cache() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones, too
 
 
 class Clock:

@@ -387,7 +387,8 @@ def test_messages_need_chat(model_dir, tmp_path, capsys):  # noqa: F811
 
 def test_programs_are_kept_on_a_gpu(monkeypatch, tmp_path):
     """Among the user's caches, unless somebody has said where; a CPU's are not kept."""
-    before = jax.config.jax_compilation_cache_dir
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [(name, getattr(jax.config, name)) for name in names]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     try:
         for given, backend, expected in [
@@ -401,7 +402,8 @@ def test_programs_are_kept_on_a_gpu(monkeypatch, tmp_path):
                 keep_programs()
             assert jax.config.jax_compilation_cache_dir == expected
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        for name, value in before:
+            jax.config.update(name, value)
 
 
 def test_prompts_of_other_lengths_find_the_same_programs(model_dir, monkeypatch, tmp_path, capsys):  # noqa: F811

@@ -273,7 +273,7 @@ def test_machines_are_part_of_the_key(monkeypatch):
         assert key([1], np.zeros(3, np.float32)) not in found
 
 
-def test_what_is_not_in_the_key_is_not_kept(monkeypatch):
+def test_what_is_not_in_the_key_is_not_kept(monkeypatch, tmp_path):
     """Foreign functions and classes, JAX's contexts, memory of the host, a changed environment, new sources."""
     arrays = np.zeros(3, np.float32)
     assert key([moe_jax.fused_moe], arrays) is not None
@@ -299,10 +299,13 @@ def test_what_is_not_in_the_key_is_not_kept(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("MOE_JAX_PDL", "0")
         assert key([1], arrays) is None
-    for stat in ("st_mtime", "st_ctime"):
+    for seconds in (0, time.time() + 3600):  # replaced by an older file, changed just now
         with monkeypatch.context() as patch:
-            newest = max(getattr(file.stat(), stat) for _, file in _programs._sources())
-            patch.setattr(_began, "TIME", newest)
+            source = tmp_path / "source.py"
+            source.write_text("")
+            os.utime(source, (seconds, seconds))
+            patch.setattr(_programs, "_sources", lambda source=source: [("source.py", source)])
+            patch.setattr(_began, "TIME", time.time() - 60)
             assert key([1], arrays) is None
     found = []
 
