@@ -238,7 +238,7 @@ def test_gradients_where_the_kernels_have_none():
     grads = []
     for options in ({}, dict(torch_kernels=False), dict(implementation="xla"), dict(implementation="hopper")):
         layer = torch_bridge.FusedMoE(
-            E, K, 512, 528, torch.bfloat16, quant_config="fp8_channel", device="cuda", **options
+            E, K, 512, 544, torch.bfloat16, quant_config="fp8_channel", device="cuda", **options
         )
         layer.load_dummy_weights()
         leaf = x.clone().requires_grad_()

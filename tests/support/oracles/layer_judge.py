@@ -24,9 +24,10 @@ Codes that moved are random signs in hundreds of columns: 0.013 of a row project
 difference. With 16% of other bfloat16 values 5,000 right rows stayed below 0.0045 and 0.15. Wrong layers quantize no
 activations, inputs alone or hidden values alone. test_layer_judge.py has them fail.
 
-On a GPU one row in ``ONE_IN`` and one more, of at least as many, may be wrong by that and still be within ``FAR``: some
-rows have a tie in the inputs and a border in the hidden values at once, or more columns than a fit bears. A wrong
-layer has most rows wrong, and a row that was not written, or read from elsewhere, is off by its size.
+On a GPU one row in ``ONE_IN``, and one more where there are ``FEW`` or more, may be wrong by that and still be within
+``FAR``: some rows have a tie in the inputs and a border in the hidden values at once, or more columns than a fit bears.
+On an H200 3 of 960 rows of such calls were, in FP8 with I = 256, two of them in portable kernels too, whose sums are
+exact. A wrong layer has most rows wrong, and a row that was not written, or read from elsewhere, is off by its size.
 
 16-bit activations are judged by 1 with ``SIXTEEN_BITS``: hidden values at the other side of a border, and group scales
 that are folded into bfloat16 weights, 2**-9 / sqrt(3) of each, in both products; twice their sum in quadrature.
@@ -58,7 +59,7 @@ SIXTEEN_BITS = 0.004
 SCALE = 0.005
 HALF = 0.5
 # Rows of a call on a GPU that may be wrong, and how far.
-ONE_IN, FAR = 50, {None: 0.01, "int8": 0.02}
+ONE_IN, FEW, FAR = 50, 16, {None: 0.01, "int8": 0.02}
 # Of the largest sum of a row: by how much another may be off.
 SUMS, XLA_SUMS, FP8_SUMS = 2.0**-18, 2.0**-13, 2.0**-11
 # Of a quotient on a GPU, in ulp.
@@ -145,8 +146,8 @@ class LayerJudge:
         """Whether the wrong rows are as many, and as far off, as some of a call may be on a GPU."""
         wrong, fmt = found.error[~found.is_right], self.weights.scheme.activations
         far = FAR.get(fmt and fmt.element, UNFITTED)
-        allowed = len(found.error) // ONE_IN
-        return len(wrong) <= allowed + bool(allowed) and bool((wrong <= far).all())
+        allowed = len(found.error) // ONE_IN + (len(found.error) >= FEW)
+        return len(wrong) <= allowed and bool((wrong <= far).all())
 
     def find(self, actual: ArrayLike) -> Found:
         """What ``check`` judges by: each row by itself."""
