@@ -104,7 +104,8 @@ def _folder(weights: Sequence[Any]) -> Path | None:
 def _committed(arrays: Any) -> Any:
     """Arrays on the device where they lie, committed to it."""
     leaves, treedef = jax.tree.flatten(arrays)
-    if all(leaf.committed for leaf in leaves[:1] if isinstance(leaf, jax.Array)):
+    first = next((leaf for leaf in leaves if isinstance(leaf, jax.Array)), None)  # others come from the same program
+    if first is None or first.committed:
         return arrays
     return treedef.unflatten(jax.device_put(a, a.sharding) if isinstance(a, jax.Array) else a for a in leaves)
 
@@ -118,9 +119,12 @@ def _sources() -> Iterator[tuple[str, Path]]:
 
 
 def _are_sources_unchanged() -> bool:
-    """Whether all are those that this process has read, or will: none came after it began."""
-    stats = (file.stat() for _, file in _sources())
-    return all(max(stat.st_mtime, stat.st_ctime) < _began.TIME for stat in stats)
+    """Whether all are those that this process has read, or will: none came after it began, nor lies in an archive."""
+    try:
+        times = [max(stat.st_mtime, stat.st_ctime) for stat in (file.stat() for _, file in _sources())]
+    except OSError:  # one is just being replaced
+        return False
+    return all(root.is_dir() for root in _OURS) and max(times) < _began.TIME
 
 
 @functools.cache

@@ -307,6 +307,11 @@ def test_what_is_not_in_the_key_is_not_kept(monkeypatch, tmp_path):
             patch.setattr(_programs, "_sources", lambda source=source: [("source.py", source)])
             patch.setattr(_began, "TIME", time.time() - 60)
             assert key([1], arrays) is None
+            source.unlink()
+            assert key([1], arrays) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(_programs, "_OURS", (_programs._OURS[0], tmp_path / "archive.zip"))
+        assert key([1], arrays) is None
     found = []
 
     def ask(x):
