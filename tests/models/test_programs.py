@@ -24,6 +24,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import moe_jax
 from moe_jax import _began
 from moe_jax.models import CausalLM, SamplingParams, _loop, _programs, generate
+from moe_jax.models._compiled import split_model
 from moe_jax.models._logprobs import _of_prompt, prompt_logprobs
 from tests.support.cases.models import FAMILY_CASES, write_checkpoint
 
@@ -75,7 +76,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_next"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_a_later_process_traces_nothing(case, folder, traced, name):
     """Prompts at once and in rows that are refilled, sampled and penalized: bits as without kept programs."""
     model = case(name).model
@@ -117,6 +118,7 @@ def test_logprobs_are_kept(case, folder, traced):
 
 
 @pytest.mark.parametrize("options", [dict(most=16), dict(batch_size=2), dict(batch_size=2, num_pages="auto")])
+@pytest.mark.sample(2)
 def test_programs_are_compiled_once(case, folder, prompt, monkeypatch, options):
     """A state that nobody has run yet is like one that a program has made; and results go to any device."""
     model = moe_jax.load_pretrained(case("mixtral").directory, dtype="float32")
@@ -322,32 +324,24 @@ def test_what_is_not_in_the_key_is_not_kept(monkeypatch, tmp_path):
     assert found[0] is not None and found[1] is None
 
 
-def keys(folder, model, **options):
-    """Names of the programs of a call, which is traced."""
-    forget()
-    for path in folder.iterdir() if folder.exists() else ():
-        path.unlink()
-    generate(model, IDS, **(dict(max_new_tokens=3) | options))
-    return frozenset(path.name for path in folder.iterdir())
+def test_models_are_part_of_the_key(case):
+    """Each of these changes what a program is; values of weights do not."""
+    directory, model = case("mixtral").directory, case("mixtral").model
 
+    def of(model):
+        return key([split_model(model)[0]], np.zeros(3, np.float32))
 
-def test_models_are_part_of_the_key(case, folder):
-    """Each of these changes what a program is; values of weights and of settings do not."""
-    name, found = "mixtral", []
-    model = case(name).model
-    found.append(keys(folder, model))
-    model.reload_weights(case(name).directory)
-    assert keys(folder, model, eos_token_id=2) == found[0]
-    found.append(keys(folder, model, temperature=0.5, rng=jax.random.key(0)))
-    found.append(keys(folder, moe_jax.load_pretrained(case(name).directory, dtype="bfloat16")))
-    found.append(keys(folder, moe_jax.load_pretrained(case(name).directory, dtype="float32", quantize="int8_w8a16")))
-    changed = moe_jax.load_pretrained(case(name).directory, dtype="float32")
+    found = [of(model)]
+    model.reload_weights(directory)
+    assert of(model) == found[0]
+    found.append(of(moe_jax.load_pretrained(directory, dtype="bfloat16")))
+    found.append(of(moe_jax.load_pretrained(directory, dtype="float32", quantize="int8_w8a16")))
+    changed = moe_jax.load_pretrained(directory, dtype="float32")
     changed.layers[1].self_attn.implementation = "xla"
-    found.append(keys(folder, changed))
+    found.append(of(changed))
     changed.norm.eps *= 2
-    found.append(keys(folder, changed))
-    assert all(len(one) == 2 for one in found)
-    assert len(frozenset.union(*found)) == 2 * len(found)
+    found.append(of(changed))
+    assert None not in found and len({*found}) == len(found)
 
 
 def test_keys_are_the_same_in_every_process(tmp_path):
@@ -385,32 +379,30 @@ def test_nothing_is_kept(case, folder, monkeypatch):
     """Without a cache, with one that is off or elsewhere, on other devices, and where the environment says so."""
     model = case("mixtral").model
 
-    def kept(model=model):
-        forget()
-        generate(model, IDS, max_new_tokens=3)
-        return names(folder)
+    def place(model=model):
+        return _programs._folder(jax.tree.leaves(nnx.state(model)))
 
+    assert place() == folder
     with monkeypatch.context() as patch:
         patch.setenv("MOE_JAX_PROGRAM_CACHE", "0")
-        assert kept() == []
-    for name, value in (("jax_enable_compilation_cache", False), ("jax_compilation_cache_dir", None)):
+        assert place() is None
+    changes = [("jax_enable_compilation_cache", False)]
+    changes += [("jax_compilation_cache_dir", value) for value in (None, "", "gs://bucket")]
+    for name, value in changes:
         before = getattr(jax.config, name)
         jax.config.update(name, value)
-        assert kept() == []
+        assert place() is None
         jax.config.update(name, before)
     mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-    assert kept(moe_jax.load_pretrained(case("mixtral").directory, dtype="float32", mesh=mesh)) == []
+    assert place(moe_jax.load_pretrained(case("mixtral").directory, dtype="float32", mesh=mesh)) is None
     other = moe_jax.load_pretrained(case("mixtral").directory, dtype="float32")
     nnx.update(other, jax.device_put(nnx.state(other), jax.devices()[1]))
-    assert kept(other) == []
+    assert place(other) is None
     with monkeypatch.context() as patch:  # changed while it was traced
         checks = itertools.cycle([True, False])
         patch.setattr(_programs, "_are_sources_unchanged", lambda: next(checks))
-        assert kept() == []
-    jax.config.update("jax_compilation_cache_dir", "gs://bucket")
-    assert _programs._folder(jax.tree.leaves(nnx.state(model))) is None
-    jax.config.update("jax_compilation_cache_dir", str(folder.parent))
-    assert kept() == ["proceed", "start"]
+        generate(model, IDS, max_new_tokens=3)
+    assert names(folder) == []
 
 
 def test_damaged_files_are_traced_anew(case, folder):
