@@ -4,6 +4,7 @@ They lie here since the machine of a GPU may lack what tests of checkpoints impo
 """
 
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from moe_jax.models import read_family
+from moe_jax import _began
+from moe_jax.models import _loop, generate, read_family
 from moe_jax.models._layers import Linear
 from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
 from moe_jax.nn import QuantizedParam
@@ -120,3 +122,27 @@ def test_models(attention, projections, experts):
         assert np.abs(logits(model, IDS, rows) - expected[rows]).mean() < 1.5 * error[rows].mean()
     found = logits(model, np.where(np.arange(3)[:, None] == 1, 999, IDS), [0, 1, 2])
     assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["xla", "hopper"])
+def test_kept_programs(experts, tmp_path, monkeypatch):
+    """Tokens of programs that are exported, and found again, are those of plain ones; the kernels are in the files."""
+    model, ids = make_model("auto", "bfloat16", "fp8_channel", experts), IDS[:, :100]
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setattr(_began, "TIME", time.time() + 60)
+
+    def tokens(place):
+        for program in (_loop.start, _loop.proceed):
+            program.jitted.clear_cache()
+        jax.config.update("jax_compilation_cache_dir", place)
+        try:
+            return np.asarray(generate(model, ids, max_new_tokens=20))
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+
+    plain = tokens(None)
+    for _ in range(2):
+        np.testing.assert_array_equal(tokens(str(tmp_path)), plain)
+    files = [path.read_bytes() for path in (tmp_path / "moe_jax").iterdir()]
+    assert len(files) == 2 and all(b"mosaic_gpu" in file for file in files)
