@@ -72,7 +72,7 @@ LAYERS_WITHOUT := tests/routing/test_judges.py tests/experts/test_gradients.py
 .venv-layers/.installed: $(PINS)
 	$(PYTHON) -m venv .venv-layers
 	.venv-layers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    --editable '.[chat,demo]' pytest hypothesis jaxtyping beartype flatbuffers
+	    --editable '.[chat,demo]' pytest hypothesis jaxtyping beartype
 	@touch $@
 
 test-layers: .venv-layers/.installed

@@ -23,7 +23,7 @@ from moe_jax.models.attention._choice import choose as choose_attention
 from moe_jax.models.attention._choice import in_words
 from moe_jax.quantization import SCHEMES, method_for
 
-REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "packaging", "safetensors", "absl-py")
+REQUIRED = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "packaging", "safetensors", "absl-py", "flatbuffers")
 # distribution: what needs it
 OPTIONAL = {
     "torch": "torch_bridge: layers as torch modules",

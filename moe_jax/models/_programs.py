@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import threading
@@ -92,13 +93,19 @@ def _folder(weights: Sequence[Any]) -> Path | None:
     place = _setting("jax_compilation_cache_dir")
     if not place or not _setting("jax_enable_compilation_cache") or "://" in place:
         return None
-    if os.environ.get("MOE_JAX_PROGRAM_CACHE") == "0":
+    if os.environ.get("MOE_JAX_PROGRAM_CACHE") == "0" or not _can_be_written():
         return None
     sharding = getattr(weights[0], "sharding", None) if weights else None
     if not isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return None
     (device,) = sharding.device_set
     return Path(place) / "moe_jax" if device in jax.local_devices()[:1] else None
+
+
+@functools.cache
+def _can_be_written() -> bool:
+    """Whether JAX finds the package that it writes programs with; ``moe-jax doctor`` says so."""
+    return importlib.util.find_spec("flatbuffers") is not None
 
 
 def _committed(arrays: Any) -> Any:
