@@ -18,6 +18,7 @@ FLOORS = (
     (
         "pallas_kernels.common",
         "moe_jax._arguments",
+        "moe_jax._began",
         "moe_jax._compat",
         "moe_jax._output",
         "moe_jax._pytrees",
