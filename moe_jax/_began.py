@@ -3,5 +3,10 @@
 import os
 import time
 
-TIME = time.time()
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startswith("MOE_JAX_")}
+
+def environment() -> dict[str, str]:
+    """Our part of it, now."""
+    return {name: value for name, value in os.environ.items() if name.startswith("MOE_JAX_")}
+
+
+TIME, ENVIRONMENT = time.time(), environment()

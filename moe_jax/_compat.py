@@ -44,3 +44,13 @@ def _version_of(package: str) -> str:
         if len(found) == 1:
             return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
     return importlib.import_module(package).__version__
+
+
+def installed_version(distribution: str) -> str | None:
+    """None where it is not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -27,7 +27,7 @@ FLOORS = (
         "moe_jax._versions",
     ),
     ("moe_jax._signals", "moe_jax._version", "pallas_kernels"),
-    ("moe_jax.activations", "moe_jax.quantization", "moe_jax.routing"),
+    ("moe_jax._kept", "moe_jax.activations", "moe_jax.quantization", "moe_jax.routing"),
     ("moe_jax._config",),
     ("moe_jax.loading",),
     ("moe_jax.experts", "moe_jax.writing"),

@@ -14,6 +14,7 @@ import jax
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from moe_jax._compat import installed_version
 from moe_jax._config import MoEConfig
 from moe_jax._terminal import size, table
 from moe_jax._version import __version__
@@ -112,10 +113,10 @@ def _indented(lines) -> list[str]:
 def diagnose() -> Diagnosis:
     """Look at the versions, the devices JAX sees, its memory settings, and what would run each scheme. Runs nothing."""
     versions: dict[str, str | None] = {"moe-jax": __version__, "Python": platform.python_version()}
-    versions |= {name: _version(name) for name in REQUIRED}
-    versions |= {name: found for name in _CUDA_PLUGINS if (found := _version(name)) is not None}
+    versions |= {name: installed_version(name) for name in REQUIRED}
+    versions |= {name: found for name in _CUDA_PLUGINS if (found := installed_version(name)) is not None}
     problems = [f"{name} is not installed: pip install {name}" for name in REQUIRED if versions[name] is None]
-    problems += out_of_range(metadata.requires("moe-jax") or ()) if _version("moe-jax") is not None else []
+    problems += out_of_range(metadata.requires("moe-jax") or ()) if installed_version("moe-jax") is not None else []
     problems += [
         f"{name} is {versions[name]} and jaxlib {versions['jaxlib']}, expected one version: "
         f"{_install(name.split('-')[1], versions)}"
@@ -143,7 +144,7 @@ def diagnose() -> Diagnosis:
         memory=memory,
         runs=runs,
         skipped=skipped,
-        missing=tuple(name for name in OPTIONAL if _version(name) is None),
+        missing=tuple(name for name in OPTIONAL if installed_version(name) is None),
         problems=tuple(problems),
         attention=attention,
     )
@@ -158,7 +159,7 @@ def out_of_range(requirements: Iterable[str]) -> list[str]:
     problems, names = [], {canonicalize_name(name): name for name in (*REQUIRED, *OPTIONAL)}
     for requirement in map(Requirement, requirements):
         name, marker = names.get(canonicalize_name(requirement.name)), requirement.marker
-        found = None if name is None else _version(name)
+        found = None if name is None else installed_version(name)
         extras = re.findall(r"extra == ['\"]([^'\"]+)", str(marker)) or [""]
         applies = marker is None or any(marker.evaluate({"extra": extra}) for extra in extras)
         if found and applies and not requirement.specifier.contains(found, prereleases=True):
@@ -268,10 +269,3 @@ def _memory(backend: str) -> str:
         f"memory: preallocated, {share} of each GPU at the first use; set XLA_PYTHON_CLIENT_PREALLOCATE=false to share "
         "a GPU with torch or another process"
     )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

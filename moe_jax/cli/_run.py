@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from moe_jax._arguments import shown
+from moe_jax._kept import folder
 from moe_jax._output import check_output, write_output
 from moe_jax._terminal import printable
 from moe_jax._typing import Json
@@ -26,7 +27,6 @@ from moe_jax.models._pages import NumPages
 from moe_jax.text._answer import Answer, Detokenizer
 from moe_jax.text._chat_template import ChatTemplate
 from moe_jax.text._tokenizer import Tokenizer
-from pallas_kernels.tuning import user_cache
 
 Ids = list[int]
 COMPILING = "compiling ..."
@@ -157,8 +157,9 @@ def keep_programs() -> None:
     """Have JAX keep what it compiles for a GPU among the user's caches, where nobody has said where."""
     import jax
 
-    if jax.config.values["jax_compilation_cache_dir"] is None and jax.default_backend() == "gpu":
-        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "programs"))
+    place = folder("jax")
+    if place and jax.config.values["jax_compilation_cache_dir"] is None and jax.default_backend() == "gpu":
+        jax.config.update("jax_compilation_cache_dir", str(place))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones, too
 
 

@@ -10,14 +10,13 @@ import dataclasses
 import enum
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import sys
 import threading
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,15 @@ import numpy as np
 from jax import export
 from jax.core import Tracer
 
-import pallas_kernels
 from moe_jax import _began
+from moe_jax._compat import installed_version
+from moe_jax._kept import digest_of, sources
+from moe_jax._output import write_output
 from moe_jax.models._compiled import Structure
 from pallas_kernels.common.device import hopper_gpu
 from pallas_kernels.tuning import table_for
 
-_OURS = Path(__file__).parents[1], Path(pallas_kernels.__file__).parent
+_sources = functools.partial(sources, "moe_jax", "pallas_kernels")
 # Distributions whose code runs while a program is traced, where they are installed.
 _TRACING = "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "opt_einsum"
 _TRACING += "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13"
@@ -117,39 +118,22 @@ def _committed(arrays: Any) -> Any:
     return treedef.unflatten(jax.device_put(a, a.sharding) if isinstance(a, jax.Array) else a for a in leaves)
 
 
-def _sources() -> Iterator[tuple[str, Path]]:
-    """Files that programs are traced from, and their names apart from where they are installed."""
-    for root in _OURS:
-        for file in sorted(root.rglob("*")):
-            if file.suffix in (".py", ".json"):
-                yield f"{root.name}/{file.relative_to(root).as_posix()}", file
-
-
 def _are_sources_unchanged() -> bool:
     """Whether all are those that this process has read, or will: none came after it began, nor lies in an archive."""
     try:
         times = [max(stat.st_mtime, stat.st_ctime) for stat in (file.stat() for _, file in _sources())]
     except OSError:  # one is just being replaced
         return False
-    return all(root.is_dir() for root in _OURS) and max(times) < _began.TIME
+    return bool(times) and max(times) < _began.TIME
 
 
 @functools.cache
 def _fixed() -> str:
     """What holds as long as a process runs: sources, versions, the device."""
-    facts: list[Any] = [(name, hashlib.sha256(file.read_bytes()).hexdigest()) for name, file in _sources()]
-    facts += [(name, _version(name)) for name in _TRACING]
+    facts: list[Any] = [digest_of(_sources()), *((name, installed_version(name)) for name in _TRACING)]
     device, about = jax.local_devices()[0], ("device_kind", "compute_capability", "core_count")
     facts += [sys.version, device.client.platform_version, *(getattr(device, name, None) for name in about)]
     return repr(facts)
-
-
-def _version(name: str) -> str | None:
-    """Of a distribution; None where there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _tables() -> str:
@@ -219,14 +203,13 @@ def _path(folder: Path, function: Callable[..., Any], static: Sequence[Any], arr
         return None
     if any(getattr(leaf.aval, "memory_space", None) != jax.memory.Space.Device for leaf in leaves):
         return None
-    environment = {name: value for name, value in os.environ.items() if name.startswith("MOE_JAX_")}
-    if environment != _began.ENVIRONMENT or _is_in_context() or not _are_sources_unchanged():
+    if _began.environment() != _began.ENVIRONMENT or _is_in_context() or not _are_sources_unchanged():
         return None
     names = (name for name in sorted(jax.config.values) if "cache" not in name and "log" not in name)
     settings = [(name, repr(_setting(name))) for name in names]
     shapes = [(leaf.shape, str(leaf.dtype), leaf.aval.weak_type) for leaf in leaves]
     try:
-        key = _spelled((function, static, treedef, shapes, settings, environment, _fixed(), _tables()))
+        key = _spelled((function, static, treedef, shapes, settings, _began.ENVIRONMENT, _fixed(), _tables()))
     except (TypeError, AttributeError):
         return None
     return folder / f"{function.__name__}-{hashlib.sha256(key.encode()).hexdigest()}"
@@ -267,10 +250,8 @@ def _read(path: Path) -> export.Exported | None:
 
 def _write(path: Path, program: bytes) -> None:
     """For ``_read``; whole or not at all, whoever else writes."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(hashlib.sha256(program).digest() + program)
-        part.replace(path)
-    except OSError as error:
+        write_output(path, (hashlib.sha256(program).digest(), program), "program")
+    except (OSError, ValueError) as error:
         warnings.warn(f"{error}; the program is not kept", stacklevel=2)

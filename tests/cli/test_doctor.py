@@ -81,7 +81,7 @@ REQUIREMENTS = (
 )
 def test_versions_outside_of_what_the_metadata_states(monkeypatch, installed, problems):
     """Markers count, extras too, each line comes once, and what only developers need is left alone."""
-    monkeypatch.setattr(doctor, "_version", lambda name: installed.get(name, "1.0"))
+    monkeypatch.setattr(doctor, "installed_version", lambda name: installed.get(name, "1.0"))
     found = doctor.out_of_range(REQUIREMENTS)
     assert [line.partition(":")[0] for line in found] == problems
     assert all(f"pip install '{line.split()[0]}>=" in line for line in found)

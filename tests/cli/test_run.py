@@ -393,7 +393,7 @@ def test_programs_are_kept_on_a_gpu(monkeypatch, tmp_path):
     try:
         for given, backend, expected in [
             (None, "cpu", None),
-            (None, "gpu", str(tmp_path / "moe_jax" / "programs")),
+            (None, "gpu", str(tmp_path / "moe_jax" / "jax")),
             ("elsewhere", "gpu", "elsewhere"),
         ]:
             jax.config.update("jax_compilation_cache_dir", given)

@@ -8,7 +8,6 @@ their place and renamed into it. One that is damaged is refused and written agai
 
 import functools
 import hashlib
-import importlib.util
 import json
 import os
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from moe_jax import _kept
 from pallas_kernels.common.device import hopper_gpu
 from pallas_kernels.tuning import table_for
 from torch_bridge._tensors import numpy_dtype, torch_dtype
@@ -26,15 +26,10 @@ from torch_bridge.launch._gpu import Gpu
 from torch_bridge.launch._kernels import Cast, Kernel, KernelProgram, Spread
 from torch_bridge.launch._launch import View
 
-_PACKAGES = ("pallas_kernels", "moe_jax", "torch_bridge")
-
 
 def directory() -> Path | None:
     """Where programs are kept: MOE_JAX_CACHE_DIR, else moe_jax in the user's cache. None where that is set to ""."""
-    chosen = os.environ.get("MOE_JAX_CACHE_DIR")
-    if chosen is not None:
-        return Path(chosen) / "programs" if chosen else None
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe_jax" / "programs"
+    return _kept.folder("programs")
 
 
 def name_of(function: Any, structs: Any, gpu: Gpu) -> str:
@@ -98,15 +93,8 @@ def save(name: str, program: KernelProgram) -> None:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the sources and tables that make programs; the version alone does not tell two checkouts apart."""
-    digest = hashlib.sha256()
-    for package in _PACKAGES:
-        spec = importlib.util.find_spec(package)
-        assert spec is not None and spec.origin is not None
-        for path in sorted(Path(spec.origin).parent.rglob("*")):
-            if path.suffix in (".py", ".json"):
-                digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """Of what makes programs; the version alone does not tell two checkouts apart."""
+    return _kept.digest_of(_kept.sources("pallas_kernels", "moe_jax", "torch_bridge"))
 
 
 def _encoded(program: KernelProgram) -> bytes:

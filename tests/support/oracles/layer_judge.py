@@ -24,10 +24,9 @@ Codes that moved are random signs in hundreds of columns: 0.013 of a row project
 difference. With 16% of other bfloat16 values 5,000 right rows stayed below 0.0045 and 0.15. Wrong layers quantize no
 activations, inputs alone or hidden values alone. test_layer_judge.py has them fail.
 
-On a GPU one row in ``ONE_IN``, and one more where there are ``FEW`` or more, may be wrong by that and still be within
-``FAR``: some rows have a tie in the inputs and a border in the hidden values at once, or more columns than a fit bears.
-On an H200 3 of 960 rows of such calls were, in FP8 with I = 256, two of them in portable kernels too, whose sums are
-exact. A wrong layer has most rows wrong, and a row that was not written, or read from elsewhere, is off by its size.
+On a GPU one row in ``ONE_IN`` and one more, of at least as many, may be wrong by that and still be within ``FAR``: some
+rows have a tie in the inputs and a border in the hidden values at once, or more columns than a fit bears. A wrong
+layer has most rows wrong, and a row that was not written, or read from elsewhere, is off by its size.
 
 16-bit activations are judged by 1 with ``SIXTEEN_BITS``: hidden values at the other side of a border, and group scales
 that are folded into bfloat16 weights, 2**-9 / sqrt(3) of each, in both products; twice their sum in quadrature.
@@ -59,7 +58,7 @@ SIXTEEN_BITS = 0.004
 SCALE = 0.005
 HALF = 0.5
 # Rows of a call on a GPU that may be wrong, and how far.
-ONE_IN, FEW, FAR = 50, 16, {None: 0.01, "int8": 0.02}
+ONE_IN, FAR = 50, {None: 0.01, "int8": 0.02}
 # Of the largest sum of a row: by how much another may be off.
 SUMS, XLA_SUMS, FP8_SUMS = 2.0**-18, 2.0**-13, 2.0**-11
 # Of a quotient on a GPU, in ulp.
@@ -146,8 +145,8 @@ class LayerJudge:
         """Whether the wrong rows are as many, and as far off, as some of a call may be on a GPU."""
         wrong, fmt = found.error[~found.is_right], self.weights.scheme.activations
         far = FAR.get(fmt and fmt.element, UNFITTED)
-        allowed = len(found.error) // ONE_IN + (len(found.error) >= FEW)
-        return len(wrong) <= allowed and bool((wrong <= far).all())
+        allowed = len(found.error) // ONE_IN
+        return len(wrong) <= allowed + bool(allowed) and bool((wrong <= far).all())
 
     def find(self, actual: ArrayLike) -> Found:
         """What ``check`` judges by: each row by itself."""
@@ -242,7 +241,8 @@ class LayerJudge:
 
     def _columns(self, token: int) -> tuple[np.ndarray, np.ndarray]:
         """(H, n) each: what other scales make of the token's rows, and the columns of values whose codes may be others;
-        with an FP8 core the H / 32 of these that may move the row most.
+        with an FP8 core the H / 32 of these that may move the row most. There values that lie on borders of a scale, as
+        many do where the largest is a multiple of 7, as 448 is, count as what another scale makes of the row.
         """
         tokens, experts, weights, _ = self.right.pairs
         scales, codes = [], []
@@ -257,6 +257,9 @@ class LayerJudge:
                 is_other = (np.broadcast_to(grid.scale, own.shape) != scale)[0]
                 pieces += _by_group((grid.values(own) - values)[0], is_other, self._group)
                 is_judged = is_other | (grid is grids[0])
+                for ulps in self._divisions if self.has_fp8_core and is_judged.any() else ():
+                    nudged = (grid.nudged(ulps).values(own) - grid.values(own))[0]
+                    pieces += _by_group(nudged, np.full(nudged.shape, nudged.any()), self._group)
                 step = np.maximum(step, np.where(is_judged, np.abs(grid.values(high) - grid.values(low))[0], 0))
             for ulps in self._divisions if not self.has_fp8_core else ():
                 step = np.maximum(step, np.abs(grids[0].nudged(ulps).values(own) - values)[0])
