@@ -46,8 +46,12 @@ def is_interleaved(layer: Any) -> bool:
 
 def obstacle(layer: Any, form: Format) -> str | None:
     """What of vLLM's own the plugin does not serve, or None. Shapes and schemes are the kernels' business."""
+    from vllm import envs
+
     moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     weights = form.scheme.weights
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT, since tiles are chosen by the tokens of a call"
     if parallel.enable_eplb:
         return "EPLB"
     if moe.is_lora_enabled:

@@ -376,8 +376,10 @@ def test_a_negative_input_scale_is_not_hidden_by_others():
 
 
 def test_what_is_left_to_vllm(caplog, monkeypatch):
-    """A version that is not known, no Hopper GPU, a group size that no kernel takes: one line each, vLLM's method."""
+    """A version that is not known, no Hopper GPU, a group size that no kernel takes, bits that must not depend on the
+    batch: one line each, vLLM's method."""
     import vllm
+    from vllm import envs
     from vllm.model_executor.layers import fused_moe
     from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -400,9 +402,12 @@ def test_what_is_left_to_vllm(caplog, monkeypatch):
             assert not hasattr(make_layer(form.config, **SIZES).quant_method, "moe_jax")
         odd = SIZES | dict(intermediate_size=INTERMEDIATE + 8)
         assert not hasattr(make_layer(form.config, **odd).quant_method, "moe_jax")
+        with monkeypatch.context() as patch:
+            patch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+            assert not hasattr(make_layer(form.config, **SIZES).quant_method, "moe_jax")
     lines = [record.message for record in caplog.records if "moe_jax leaves" in record.message]
     assert "moe_jax leaves all layers to vLLM 0.19.0, which is not known; 0.24.x is" == lines[0] == lines[1]
-    assert ["A100 has 8.0" in lines[2], len(lines)] == [True, 4]
+    assert ["A100 has 8.0" in lines[2], "VLLM_BATCH_INVARIANT" in lines[4], len(lines)] == [True, True, 5]
 
 
 GROUPS = dict(use_grouped_topk=True, num_expert_group=2, topk_group=1)
