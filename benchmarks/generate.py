@@ -2,7 +2,7 @@
 
     python benchmarks/generate.py [--cases qwen3-30b-a3b:fp8_block,mixtral-8x7b:w4a16_g128] [--layers 4]
         [--decode 1,16,64,256] [--context 1024,8192] [--prefill 512,2048,8192,32768] [--attention auto,cudnn]
-        [--profile decode:1,prefill:2048] [--dense stored] [--whole] [--vocabulary N] [--seconds 240]
+        [--profile decode:1,prefill:2048] [--dense stored] [--whole] [--vocabulary N] [--pinned N] [--seconds 240]
         [--json FILE] [--routing]
     JAX_PLATFORMS=cpu python benchmarks/generate.py --tiny        # tries the script out anywhere
 
@@ -75,7 +75,7 @@ class _Nothing(nnx.Module):
         return jnp.zeros_like(x)
 
 
-def build(name: str, scheme: str, options: Any) -> Any:
+def build(name: str, scheme: str, options: Any, pinned: int | None = None) -> Any:
     """A model of random weights. Layers behind the first four are copies of a like layer there.
 
     Embeddings have unit variance, as vllm_engine.py draws them. With small ones what attention adds to all tokens alike
@@ -97,6 +97,7 @@ def build(name: str, scheme: str, options: Any) -> Any:
 
     _, whole = read_family(sizes(options.layers), name)
     family, config = read_family(sizes(min(options.layers, _DRAWN)), name)
+    whole, config = (dataclasses.replace(c, pinned_tokens=pinned) for c in (whole, config))
     schemes = dict.fromkeys(config.moe_layers, parsed)
     model: Any = family(config, schemes=schemes, max_seq_len=32768, dtype=dtype, rngs=nnx.Rngs(0))
     drawn = model.embed_tokens.weight.get_value()
@@ -129,8 +130,10 @@ def filled_cache(config: Any, rows: int, held: int, new: int, dtype: Any) -> KVC
     shapes = jax.eval_shape(make)  # zeros would take the memory of a second cache
     keys = iter(jax.random.split(jax.random.key(2), len(jax.tree.leaves(shapes.layers))))
     layers = jax.tree.map(lambda a: jax.random.normal(next(keys), a.shape, jnp.float32).astype(a.dtype), shapes.layers)
-    lengths = jnp.full((rows,), held, jnp.int32)
-    return KVCache(layers, jnp.zeros_like(lengths), lengths, None, jnp.zeros((rows,), bool), shapes.num_slots)
+    lengths, table = jnp.full((rows,), held, jnp.int32), shapes.page_table
+    places: dict[str, Any] = dict(starts=jnp.zeros_like(lengths), lengths=lengths, is_damaged=lengths < 0)
+    places["page_table"] = None if table is None else jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+    return dataclasses.replace(shapes, layers=layers, **places)
 
 
 def turns(structure: Any, leaves: Any, ids: Any, cache: KVCache, count: Any) -> Any:
@@ -243,7 +246,7 @@ def cases(text: str) -> list[str]:
 def measure(name: str, scheme: str, options: Any, say: Any) -> None:
     """Say a cell for each way to attend and each call."""
     began = time.monotonic()
-    whole = build(name, scheme, options)
+    whole = build(name, scheme, options, options.pinned or None)
     if options.routing:
         for kind, rows, new, held in calls_of(options):
             ids = jax.random.randint(jax.random.key(1), (rows, new), 0, whole.config.vocab_size)
@@ -337,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", default="", help="decode:ROWS and prefill:TOKENS, with commas between them")
     parser.add_argument("--dense", default="stored", choices=("stored", "bf16"))
     parser.add_argument("--vocabulary", type=whole(0), default=0, help="another size of it, such as vllm_engine.py's")
+    parser.add_argument("--pinned", type=whole(0), default=0, help="pinned_tokens of the model; 0 for none")
     parser.add_argument("--whole", action="store_true", help="time no model without experts")
     parser.add_argument("--routing", action="store_true", help="say where rows are routed, and time nothing")
     parser.add_argument("--seconds", type=duration, default=240.0)
@@ -358,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(*options.cases[0].split(":"), options, lambda cell: emit(json.dumps(cell)))
         return 0
     began = time.monotonic()
-    print(f"# {options.layers} layers", flush=True)
+    print(f"# {options.layers} layers" + (f", pinned_tokens={options.pinned}" if options.pinned else ""), flush=True)
     cells: list[dict[str, Any]] = []
     has_failed = False
     for case in options.cases:
@@ -372,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for key in ("decode", "context", "prefill", "attention")
         ]
         arguments += [f"--profile={options.profile}", f"--dense={options.dense}", f"--threads={options.threads}"]
-        arguments += [f"--vocabulary={options.vocabulary}"]
+        arguments += [f"--vocabulary={options.vocabulary}", f"--pinned={options.pinned}"]
         arguments += [f"--{flag}" for flag in ("tiny", "whole", "routing") if getattr(options, flag)]
         arguments += [f"--seconds={left}", "--worker", f"--cases={case}"]
         # One process at a time: it takes the GPU's memory at once, unlike those of the other scripts.

@@ -231,6 +231,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--max-num-batched-tokens", type=int, metavar="N", help="read longer prompts in chunks (default 8192)"
     )
+    run.add_argument(
+        "--pinned-tokens", type=int, metavar="N", help="N tokens at a time, so that bits depend on nothing beside a row"
+    )
     run.add_argument("--implementation", metavar="NAME[,NAME]", help="ordered implementations to try")
     run.add_argument("--mesh", metavar="expert=4,tensor=2", help="devices per axis")
     run.add_argument(

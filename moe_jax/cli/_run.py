@@ -125,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=jnp.dtype(args.dtype),
             kv_cache_dtype=args.kv_cache_dtype,
             max_seq_len=max(len(prompt.ids) for prompt in prompts) + max_new_tokens,  # too many are refused before
+            pinned_tokens=args.pinned_tokens,
             progress=progress,
             **({} if args.max_num_batched_tokens is None else dict(max_num_batched_tokens=args.max_num_batched_tokens)),
         )
@@ -342,6 +343,8 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-new-tokens is {args.max_new_tokens}, expected 0 or more")
     if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < 1:
         raise ValueError(f"--max-num-batched-tokens is {args.max_num_batched_tokens}, expected 1 or more")
+    if args.pinned_tokens is not None and args.pinned_tokens < 1:
+        raise ValueError(f"--pinned-tokens is {args.pinned_tokens}, expected 1 or more")
     if args.batch_size < 1:
         raise ValueError(f"--batch-size is {args.batch_size}, expected 1 or more")
     if args.num_pages is not None:

@@ -18,11 +18,11 @@ import numpy as np
 from moe_jax.models import _loop
 from moe_jax.models._compiled import bucket, split_model
 from moe_jax.models._decoder import CausalLM
-from moe_jax.models._layer_cache import PAGE_SLOTS
+from moe_jax.models._layer_cache import PAGE_SLOTS, pages_of
 from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._loop import Pack
 from moe_jax.models._packs import Packs
-from moe_jax.models._pages import NumPages, PagePool, pages_of
+from moe_jax.models._pages import NumPages, PagePool
 from moe_jax.models._prefill import Prefill
 from moe_jax.models._sampling import Sampler
 

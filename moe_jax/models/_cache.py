@@ -2,7 +2,7 @@
 
 Row b holds its tokens in slots [starts[b], lengths[b]), one after the other; slot order decides causality. Each row has
 its own length: a row may end, be cleared and be filled again while the others go on. Padding on the left of a row's
-first call stands before ``starts``; no other padding occupies slots.
+first call stands before ``starts``, unless the model has ``pinned_tokens``; no other padding occupies slots.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from moe_jax.models._layer_cache import (
     LayerCacheSpec,
     SlotCache,
     SlotCacheSpec,
+    pages_of,
     put_rows,
     written,
 )
@@ -61,7 +62,14 @@ class KVCache:
         page_table: Int[Array, "B T"] | None = None,
         num_pages: int = 0,
     ) -> "KVCache":
-        """An empty cache: nothing filled."""
+        """An empty cache: nothing filled. Without a table of its own a model with ``pinned_tokens`` gets one by which
+        every row has its own pages, since its tokens are rows of their own while they pass the layers."""
+        if config.pinned_tokens is not None:
+            if page_table is None:
+                columns = pages_of(num_slots)
+                num_slots, num_pages = columns * PAGE_SLOTS, batch * columns
+                page_table = jnp.arange(num_pages, dtype=jnp.int32).reshape(batch, columns)
+            num_pages = max(2, num_pages)  # of one XLA would know which page a row has
 
         def of_layer(spec: LayerCacheSpec) -> LayerCache:
             if page_table is not None and isinstance(spec, SlotCacheSpec):
@@ -98,15 +106,27 @@ class KVCache:
 
     def with_rows(self, rows: Int[Array, " R"], new: "KVCache") -> "KVCache":
         """With the rows of ``new`` in place of these; an index of B or more drops its row. ``new`` may have fewer
-        slots; neither may have positions that a call stated."""
+        slots; neither may have positions that a call stated. Where both are in pages, these rows keep theirs, which
+        nobody else may hold, and what lies in those of ``new`` is copied into them."""
         if self.positions is not None or new.positions is not None:
             raise ValueError("rows with positions of their own do not change hands")
-        if self.page_table is not None or new.page_table is not None:
-            raise ValueError("rows of a cache in pages do not change hands; change page_table, starts and lengths")
+        table, fresh_table = self.page_table, new.page_table
+        if new.num_slots > self.num_slots:
+            raise ValueError(
+                f"new has {new.num_slots} slots a row, expected at most {self.num_slots}, those of this cache"
+            )
+        if (table is None) != (fresh_table is None):
+            raise ValueError("one of the caches is in pages: rows change hands between caches of one kind")
         places = ((self.starts, new.starts), (self.lengths, new.lengths), (self.is_damaged, new.is_damaged))
         starts, lengths, is_damaged = (put_rows(old, rows, fresh) for old, fresh in places)
-        layers = tuple(old.with_rows(rows, fresh) for old, fresh in zip(self.layers, new.layers, strict=True))
-        return KVCache(layers, starts, lengths, None, is_damaged, self.num_slots)
+        both: Any = zip(self.layers, new.layers, strict=True)
+        if table is None or fresh_table is None:
+            layers = tuple(old.with_rows(rows, fresh) for old, fresh in both)
+        else:
+            held = jnp.take(table, rows, axis=0, mode="fill", fill_value=-1)[:, : fresh_table.shape[1]]
+            pages = jnp.where(held < 0, self.num_pages, held), fresh_table
+            layers = tuple(old.with_pages(*pages, fresh) for old, fresh in both)
+        return dataclasses.replace(self, layers=layers, starts=starts, lengths=lengths, is_damaged=is_damaged)
 
     def with_sequences(
         self,
@@ -173,14 +193,17 @@ def are_pages_missing(cache: KVCache, lengths: Int[Array, " B"]) -> Bool[Array, 
     return jnp.any(~is_page & (first < lengths[:, None]), axis=1)
 
 
-def slot_order(mask: Bool[Array, "B S"], lengths: Int[Array, " B"] | None) -> tuple[Array, Array]:
+def slot_order(
+    mask: Bool[Array, "B S"], lengths: Int[Array, " B"] | None, *, is_left_kept: bool = True
+) -> tuple[Array, Array]:
     """(columns in the order of slots, and back): padding goes behind a row's tokens, but before the first token of an
-    empty row it stays. lengths: of the cache's rows, None without a cache. Both (B, S) int32.
+    empty row it stays, unless is_left_kept is False. lengths: of the cache's rows, None without a cache. Both (B, S)
+    int32.
     """
     is_before = jnp.cumsum(mask, axis=1) == 0
     if lengths is not None:
         is_before &= lengths[:, None] == 0
-    is_before &= jnp.any(mask, axis=1, keepdims=True)
+    is_before &= jnp.any(mask, axis=1, keepdims=True) & is_left_kept
     order = jnp.argsort(jnp.where(mask, 1, jnp.where(is_before, 0, 2)), axis=1, stable=True)
     return order, jnp.argsort(order, axis=1)
 

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from moe_jax._arguments import integer
 from moe_jax._typing import Json
 from moe_jax.loading._errors import shown
 from moe_jax.models._layer_cache import LayerCacheSpec, RecurrentCacheSpec, SlotCacheSpec
@@ -50,6 +51,7 @@ class MoEBlockConfig:
     moe_intermediate_size: width of one expert. renormalize and the fields after it are arguments of ``FusedMoE``, with
     num_expert_group None where experts are not chosen by groups. shared_intermediate_size: width of the dense block
     that every token passes besides, 0 without one; has_shared_expert_gate: its output is scaled by sigmoid(gate(x)).
+    pinned_tokens: as of ``load_pretrained``; who loads the model decides it, no family.
     """
 
     model_type: str
@@ -74,8 +76,11 @@ class MoEBlockConfig:
     has_correction_bias: bool = False
     shared_intermediate_size: int = 0
     has_shared_expert_gate: bool = False
+    pinned_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.pinned_tokens is not None:
+            object.__setattr__(self, "pinned_tokens", integer("pinned_tokens", self.pinned_tokens, minimum=1))
         if self.top_k > self.num_experts:
             raise ValueError(f"num_experts_per_tok={self.top_k} exceeds the number of experts {self.num_experts}")
         groups = self.num_expert_group
@@ -223,6 +228,18 @@ class DecoderConfig(MoEBlockConfig):
     kv_cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        if self.pinned_tokens is not None:
+            where = f"pinned_tokens={self.pinned_tokens}"
+            if self.linear_layers:
+                raise NotImplementedError(
+                    f"{where}: the recurrent state of linear attention takes the tokens of a row one after another, "
+                    "and tiles hold tokens of any rows; leave pinned_tokens out"
+                )
+            if self.mla is not None and self.mla.indexer is not None:
+                raise NotImplementedError(
+                    f"{where}: the indexer scores all slots of the cache in one product, whose bits depend on their "
+                    "number; leave pinned_tokens out"
+                )
         if self.kv_cache_dtype not in (None, "float8_e4m3fn"):
             raise ValueError(f"kv_cache_dtype={self.kv_cache_dtype!r}, expected 'float8_e4m3fn' or None")
         if self.kv_cache_dtype is not None and self.mla is not None:

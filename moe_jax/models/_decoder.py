@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from moe_jax._arguments import boolean, check_not_traced, check_rngs, integer
-from moe_jax._typing import Array, ArrayArg, DTypeLike, Float, Int
+from moe_jax._typing import Array, ArrayArg, Bool, DTypeLike, Float, Int
 from moe_jax._versions import Versioned, one_version
 from moe_jax.experts import MoEStats
 from moe_jax.loading import LoadReport
@@ -26,6 +26,7 @@ from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ranges, reload_weights
+from moe_jax.models._tiles import in_tiles, through_layers, without_gradients
 from moe_jax.models.attention._attention import Attention, AttentionInputs
 from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, segments_refusal
 from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
@@ -405,7 +406,9 @@ class CausalLM(MoEFamily, Versioned):
 
         Errors about ``segment_ids`` are those of a call.
         """
-        self = one_version(self)
+        self, pinned = one_version(self), self.config.pinned_tokens
+        if remat and pinned is not None:
+            raise NotImplementedError(f"remat=True: a model with pinned_tokens={pinned} has no gradients")
         if segment_ids is not None:
             self._check_takes_segments(None if shared is not None else cache)
         if self.parallel is None and lies_on_explicit_axes((self, input_ids, cache)):
@@ -429,9 +432,12 @@ class CausalLM(MoEFamily, Versioned):
         prefix = None if shared is None or isinstance(shared, int) else jnp.broadcast_to(shared, input_ids.shape[:1])
         arguments = (ids, mask, positions, segments, cache, seq_lens, prefix)
         ids, mask, positions, segments, cache, seq_lens, prefix = on_mesh(arguments, self.parallel)
+        is_kept = cache is not None
+        if pinned is not None and cache is None:
+            cache = KVCache.zeros(self.config, batch, length, self.dtype)
         is_masked, back = attention_mask is not None or segments is not None, None
         if is_masked and length > 1:
-            order, back = slot_order(mask, None if cache is None else cache.lengths)
+            order, back = slot_order(mask, None if cache is None else cache.lengths, is_left_kept=pinned is None)
             self = with_token_choices(self, ids.shape, lambda choice: jnp.take_along_axis(choice, order, axis=1))
             ids, mask = (jnp.take_along_axis(a, order, axis=1) for a in (ids, mask))
             positions = None if positions is None else jnp.take_along_axis(jnp.asarray(positions), order, axis=1)
@@ -466,42 +472,69 @@ class CausalLM(MoEFamily, Versioned):
             is_filled = (slots >= starts[:, None]) & (slots < lengths[:, None])
             longest = jnp.max(jnp.where(is_filled, keys, -1), axis=1) + 1
         longest = longest if seq_lens is None else jnp.maximum(longest, seq_lens)
-        cos, sin = rotary_angles(self.config.rope, positions, longest)
-        of_sequences: dict[str, Any] = dict(segment_starts=segment_starts, shared=prefix, is_counted=is_counted)
-        inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, **of_sequences)
-        if cache is not None:
-            inputs = dataclasses.replace(inputs, page_table=cache.page_table)
-
-        x = self.embed_tokens(jnp.where(mask & is_token, ids, 0))  # what stands in padding is not looked at
-        x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
-        run_layer = _by_remat if remat else DecoderLayer.__call__
-        addend, kept, stats = None, [], []
-        for index, layer in enumerate(self.layers):
-            cached = None if cache is None else cache.layers[index]
-            if remat and addend is not None:
-                x, addend = added(x, addend), None  # one array to keep for the backward pass, not two
-            of_layer = run_layer(layer, x, addend, inputs, cached, mask if is_masked else None)
-            x, addend, arrays, selected, where = of_layer
-            inputs = dataclasses.replace(inputs, selected=selected)
-            kept.append(arrays)
-            stats += [] if where is None else [where]
-        _, x = added_and_normed(self.norm, x, addend, self.layers[-1].self_attn.num_sms())
+        ids = jnp.where(mask & is_token, ids, 0)  # what stands in padding is not looked at
+        if pinned is not None:
+            assert cache is not None
+            x, kept, stats = through_layers(self, ids, mask, cache, starts, first_slots, positions, keys, longest)
+        else:
+            cos, sin = rotary_angles(self.config.rope, positions, longest)
+            of_sequences: dict[str, Any] = dict(segment_starts=segment_starts, shared=prefix, is_counted=is_counted)
+            inputs = AttentionInputs(cos, sin, starts, lengths, first_slots, positions, keys, **of_sequences)
+            if cache is not None:
+                inputs = dataclasses.replace(inputs, page_table=cache.page_table)
+            caches = (None,) * len(self.layers) if cache is None else cache.layers
+            x, kept, stats = self.through_layers(ids, inputs, caches, mask if is_masked else None, remat=remat)
         x = jnp.where(is_damaged[:, None, None], jnp.nan, x)
         if cache is not None:
             places: dict[str, Any] = dict(starts=starts, lengths=lengths, positions=keys, is_damaged=is_damaged)
-            cache = dataclasses.replace(cache, layers=tuple(kept), **places)
+            cache = dataclasses.replace(cache, layers=kept, **places) if is_kept else None
         if back is not None:
             x = jnp.take_along_axis(x, back[:, :, None], axis=1)
         if not return_stats:
             return x, cache
-        return x, cache, _stacked(stats, back) if stats else None
+        return x, cache, stats if stats is None or back is None else _in_order_of_call(stats, back)
+
+    def through_layers(
+        self,
+        ids: Int[Array, "B S"],
+        inputs: AttentionInputs,
+        caches: tuple[Any, ...],
+        token_mask: Bool[Array, "B S"] | None,
+        *,
+        remat: bool = False,
+    ) -> tuple[Float[Array, "B S H"], tuple[Any, ...], MoEStats | None]:
+        """(hidden states behind the last norm, the layers' new caches, what ``MoEStats`` of all layers says; None where
+        none has experts). caches: of each layer the old one, or None."""
+        x = self.embed_tokens(ids)
+        x = x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
+        run_layer = _by_remat if remat else DecoderLayer.__call__
+        addend, kept, stats = None, [], []
+        for layer, cached in zip(self.layers, caches, strict=True):
+            if remat and addend is not None:
+                x, addend = added(x, addend), None  # one array to keep for the backward pass, not two
+            x, addend, arrays, selected, where = run_layer(layer, x, addend, inputs, cached, token_mask)
+            inputs = dataclasses.replace(inputs, selected=selected)
+            kept.append(arrays)
+            stats += [] if where is None else [where]
+        _, x = added_and_normed(self.norm, x, addend, self.layers[-1].self_attn.num_sms())
+        return x, tuple(kept), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats) if stats else None
 
     def logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """Output of the head, float32; over a mesh split by the vocabulary where that divides."""
         if self.parallel is None and lies_on_explicit_axes((self, hidden)):
             return in_auto_axes(_logits, hidden, dict(model=self))
-        logits = (self.embed_tokens if self.lm_head is None else self.lm_head).logits(hidden)
-        return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+        head, pinned = self.embed_tokens if self.lm_head is None else self.lm_head, self.config.pinned_tokens
+        if pinned is not None:
+            head, hidden = without_gradients(head), without_gradients(hidden)
+
+        def scaled(hidden: Array) -> Array:
+            logits = head.logits(hidden)
+            return logits if self.config.logits_scaling == 1 else logits / self.config.logits_scaling
+
+        if pinned is None or hidden.size == 0:
+            return scaled(hidden)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return in_tiles(pinned, rows, lambda index: (rows[index],), scaled).reshape(*hidden.shape[:-1], -1)
 
     def next_logits(self, hidden: Float[Array, "... H"]) -> Float[Array, "... V"]:
         """``logits`` under ``jax.jit``, whole on every device, to choose tokens by."""
@@ -556,11 +589,14 @@ class CausalLM(MoEFamily, Versioned):
         check_not_traced("explain", self)
         num_tokens, batch = integer("num_tokens", num_tokens, minimum=1), integer("batch", batch, minimum=1)
         num_slots = self.max_seq_len if num_slots is None else integer("num_slots", num_slots, minimum=num_tokens)
+        lines = [f"attention of {num_tokens} tokens in each of {batch} rows, over {num_slots} slots"]
+        if (pinned := self.config.pinned_tokens) is not None:
+            lines[0] += f", in tiles of {pinned} tokens that are rows of their own"
+            batch, num_tokens = pinned, 1
         attention: dict[str, list[int]] = {}
         for index, layer in enumerate(self.layers):
             text = layer.self_attn.explain(batch, num_tokens, num_slots, self.dtype)
             attention.setdefault(text, []).append(index)
-        lines = [f"attention of {num_tokens} tokens in each of {batch} rows, over {num_slots} slots"]
         lines += [f"  layers {ranges(tuple(layers))}: {text}" for text, layers in attention.items()]
         experts = {block.experts.config.scheme: block.experts for block in reversed(self.moe_blocks())}
         return "\n".join([*lines, *(one.explain(batch * num_tokens) for one in reversed(experts.values()))])
@@ -577,7 +613,8 @@ class CausalLM(MoEFamily, Versioned):
 
         Args:
             batch: rows.
-            max_len: slots of each row, at most the model's ``max_seq_len``; padding occupies slots too.
+            max_len: slots of each row, at most the model's ``max_seq_len``; padding occupies slots too. With a
+                page_table, or ``pinned_tokens``, up to whole pages.
             page_table: (batch, ceil(max_len / 64)) int32, for a cache in pages of 64 slots: which page holds a row's
                 slots 0 to 63, which the next 64 and so on, see ``KVCache``. None gives each row slots of its own.
             num_pages: that there are; None for those up to the last in the table.
@@ -641,7 +678,9 @@ class CausalLM(MoEFamily, Versioned):
             empty = jax.eval_shape(
                 lambda: KVCache.zeros(self.config, batch, num_slots, self.dtype, table, num_pages),
             )
-            check_cache(cache, empty, length, attention_mask, max_seq_len=self.max_seq_len)
+            is_left_kept = self.config.pinned_tokens is None
+            limits: dict[str, Any] = dict(max_seq_len=self.max_seq_len, is_left_kept=is_left_kept)
+            check_cache(cache, empty, length, attention_mask, **limits)
         elif length > self.max_seq_len:
             raise ValueError(f"input_ids has {length} tokens per row, the model takes max_seq_len={self.max_seq_len}")
 
@@ -675,18 +714,14 @@ def _by_remat(layer: DecoderLayer, *args: Any) -> tuple[Any, ...]:
     return jax.checkpoint(lambda leaves, args: merge_model(structure, leaves)(*args))(leaves, args)
 
 
-def _stacked(stats: list[MoEStats], back: Int[Array, "B S"] | None) -> MoEStats:
-    """Of all layers. back: for each token of the call the column where the layers had it, None where it is the same."""
-    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats)
-    if back is None:
-        return both
+def _in_order_of_call(stats: MoEStats, back: Int[Array, "B S"]) -> MoEStats:
+    """Of all layers. back: for each token of the call the column where the layers had it."""
 
-    def in_order_of_call(array: Array) -> Array:
-        rows = gathered(array).reshape(len(stats), *back.shape, -1)
+    def moved(array: Array) -> Array:
+        rows = gathered(array).reshape(array.shape[0], *back.shape, -1)
         return jnp.take_along_axis(rows, back[None, :, :, None], axis=2).reshape(array.shape)
 
-    moved = {name: in_order_of_call(getattr(both, name)) for name in ("topk_ids", "router_logits")}
-    return dataclasses.replace(both, **moved)
+    return dataclasses.replace(stats, **{name: moved(getattr(stats, name)) for name in ("topk_ids", "router_logits")})
 
 
 @functools.partial(jax.jit, static_argnums=0)

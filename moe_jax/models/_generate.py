@@ -316,7 +316,7 @@ def _checked(model: Any, max_new_tokens: Any, eos_token_id: Any, has_load: Any) 
     most = integer("max_new_tokens", max_new_tokens, minimum=0)
     end = list(model.eos_token_id) if _is_model(eos_token_id) else _end_tokens(eos_token_id, model.config.vocab_size)
     layers = [block.experts for block in model.moe_blocks()] if has_load else []
-    slots = [e.config.num_experts if e.placement is None else e.placement.get_value().num_slots for e in layers]
+    slots = [experts.num_slots for experts in layers]
     return most, end, np.zeros((len(slots), max(slots, default=0)), np.int32)
 
 

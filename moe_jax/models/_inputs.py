@@ -97,11 +97,17 @@ def check_page_table(page_table: Any, shape: tuple[int, int], num_pages: int | N
 
 
 def check_cache(
-    cache: Any, expected: KVCache, num_tokens: int, attention_mask: Any = None, *, max_seq_len: int
+    cache: Any,
+    expected: KVCache,
+    num_tokens: int,
+    attention_mask: Any = None,
+    *,
+    max_seq_len: int,
+    is_left_kept: bool = True,
 ) -> None:
     """expected: shapes and dtypes of an empty cache of the model, with this batch and the cache's number of slots.
     num_tokens: in a row of this call, padding included. attention_mask: (B, num_tokens), None where all are real.
-    max_seq_len: of the model; whole pages may have more slots.
+    max_seq_len: of the model; whole pages may have more slots. is_left_kept: as of ``slot_order``.
     """
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache has type {type(cache).__name__}, expected what model.init_cache returned")
@@ -131,18 +137,19 @@ def check_cache(
     arrays = (cache.page_table, cache.lengths, cache.starts, attention_mask)
     if cache.page_table is not None and not any(isinstance(array, Tracer) for array in arrays):
         mask = np.ones((rows, num_tokens), bool) if attention_mask is None else np.asarray(attention_mask).astype(bool)
-        _check_writes(cache, mask)
+        _check_writes(cache, mask, mask.argmax(axis=1) if is_left_kept else np.zeros(rows, np.int32))
 
 
-def _check_writes(cache: KVCache, mask: np.ndarray) -> None:
-    """No page that a call writes to holds tokens of another place of the table. mask: (B, S) bool."""
+def _check_writes(cache: KVCache, mask: np.ndarray, first: np.ndarray) -> None:
+    """No page that a call writes to holds tokens of another place of the table. mask: (B, S) bool. first: (B,), the
+    slot where an empty row begins."""
     table, lengths = np.asarray(cache.page_table), np.asarray(cache.lengths)
-    begins = np.where(lengths == 0, mask.argmax(axis=1), lengths)[:, None]
+    begins = np.where(lengths == 0, first, lengths)[:, None]
     starts = np.where(lengths == 0, begins[:, 0], np.asarray(cache.starts))[:, None]
     ends = begins + mask.sum(axis=1)[:, None]
-    first = np.arange(table.shape[1]) * PAGE_SLOTS
-    holds_tokens = (first < ends) & (first + PAGE_SLOTS > starts) & (ends > starts)
-    is_written = holds_tokens & (first + PAGE_SLOTS > begins) & (ends > begins)
+    slots = np.arange(table.shape[1]) * PAGE_SLOTS
+    holds_tokens = (slots < ends) & (slots + PAGE_SLOTS > starts) & (ends > starts)
+    is_written = holds_tokens & (slots + PAGE_SLOTS > begins) & (ends > begins)
     holders = np.bincount(table[holds_tokens], minlength=cache.num_pages)
     places = np.argwhere(is_written & (holders[table] > 1))
     if len(places):

@@ -45,6 +45,11 @@ class LayerCacheSpec(Protocol):
         ...
 
 
+def pages_of(num_tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-num_tokens // PAGE_SLOTS)
+
+
 def put_rows(old: Array, rows: Int[Array, " R"], fresh: Array, sources: Int[Array, "R L"] | None = None) -> Array:
     """``old`` (B, ...) with the rows of ``fresh`` (R, ...) in place of these, laid out like ``old``; an index of B or
     more drops its row. sources: for ``old`` (B, heads, L, width) the slots of each row in ``fresh`` (P, heads, S,
@@ -99,6 +104,14 @@ class SlotCache:
         def put(old: Array, fresh: Array) -> Array:
             tail = old.shape[2] - fresh.shape[2]
             return put_rows(old, rows, jnp.pad(fresh, ((0, 0), (0, 0), (0, tail), (0, 0))))
+
+        return SlotCache(tuple(map(put, self.arrays, new.arrays)))
+
+    def with_pages(self, targets: Int[Array, "R C"], sources: Int[Array, "R C"], new: "SlotCache") -> "SlotCache":
+        """With the pages ``sources`` of ``new`` in place of ``targets``; a target behind the last page drops its."""
+
+        def put(old: Array, fresh: Array) -> Array:
+            return old.at[targets].set(fresh[sources], mode="drop")
 
         return SlotCache(tuple(map(put, self.arrays, new.arrays)))
 

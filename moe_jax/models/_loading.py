@@ -16,9 +16,11 @@ from moe_jax.models._counts import check_counts
 from moe_jax.models._decoder import CausalLM
 from moe_jax.models._generation_config import NAME, GenerationConfig
 from moe_jax.models._kv_cache_dtype import resolve
+from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
+from moe_jax.models._tiles import check_schemes
 from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.models.families._registry import read_family
 from moe_jax.nn import MoEBlock
@@ -40,6 +42,7 @@ def load_pretrained(
     kv_cache_dtype: DTypeLike | None = None,
     max_seq_len: int | None = None,
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+    pinned_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """Load a checkpoint. Quantized weights stay quantized; everything else is held in ``dtype``.
@@ -82,6 +85,12 @@ def load_pretrained(
         max_num_batched_tokens: of prompts that pass the model at once, padding included. ``generate`` reads longer
             prompts in chunks, which bounds memory; a row gets at least 16 tokens of a chunk. The answers are the same,
             but for rounding, and for formats that scale the activations of a call by their maximum ("fp8_tensor").
+        pinned_tokens: let so many tokens at a time, of whatever rows, pass the layers in every call, so that hidden
+            states, logits, draws and log-probabilities of a token have the same bits beside any other rows, in chunks
+            of any size, in a prompt and in an answer. A call of fewer tokens costs what this many cost, but for the
+            experts, which skip what is missing; see docs/guides/generate.md. Not with linear attention or an indexer,
+            with formats that scale the activations of a call by their maximum, over a mesh with Explicit axes, and
+            without gradients. None lets all tokens of a call pass at once.
         progress: called as ``progress(done, total)`` after each layer.
 
     Raises:
@@ -95,7 +104,8 @@ def load_pretrained(
         checkpoint = as_packed(opened)
         family, config = read_family(checkpoint.config, str(checkpoint.config_path))
         check_counts(config, checkpoint)
-        config = dataclasses.replace(config, kv_cache_dtype=resolve(opened, kv_cache_dtype, jnp.dtype(dtype)))
+        cache_dtype = resolve(opened, kv_cache_dtype, jnp.dtype(dtype))
+        config = dataclasses.replace(config, kv_cache_dtype=cache_dtype, pinned_tokens=pinned_tokens)
         if others := family.left_out(checkpoint.names):
             parts = ", ".join(f"{word} ({count} tensors)" for word, count in others.items())
             warnings.warn(f"{opened.directory}: {parts} left out: the language model alone is built", stacklevel=2)
@@ -114,6 +124,9 @@ def load_pretrained(
         reader.keep_as_stored(model.dense_modules(), quantize, dtype, implementation, parallel)
         if parallel is not None:
             spread_dense(model, parallel)
+        if pinned_tokens is not None:
+            check_schemes(model)
+            check_mesh(f"pinned_tokens={pinned_tokens}", model)
         model.eos_token_id = _end_tokens(opened, config)
         model.quantization_config = json.dumps(opened.quantization_config, sort_keys=True)
         install_values(reader.read_model(model, progress))

@@ -11,6 +11,7 @@ from moe_jax._pytrees import pytree
 from moe_jax._typing import Array, Bool, Float, Int, Leaf
 from moe_jax.models._compiled import merge_model, padded_prompt, split_model
 from moe_jax.models._programs import program
+from moe_jax.models._tiles import in_tiles
 
 _POSITIONS_AT_ONCE = 64  # whose logits are held at a time
 
@@ -67,11 +68,10 @@ def prompt_logprobs(model: Any, ids: list[int], k: int) -> TokenLogprobs:
 def _of_prompt(k: int, structure: Any, leaves: list[Array], ids: Array, mask: Array) -> TokenLogprobs:
     model = merge_model(structure, leaves)
     hidden = model.hidden_states(ids, attention_mask=mask)[0][0]
-    blocks = -(-len(hidden) // _POSITIONS_AT_ONCE)
-    room = blocks * _POSITIONS_AT_ONCE - len(hidden)
-    hidden = jnp.pad(hidden, ((0, room), (0, 0))).reshape(blocks, -1, hidden.shape[1])
-    following = jnp.pad(ids[0, 1:], (0, room + 1)).reshape(blocks, -1)
-    found = jax.lax.map(
-        lambda block: TokenLogprobs.create(model.next_logits(block[0]), block[1], k), (hidden, following)
-    )
-    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]), found)
+    following = jnp.pad(ids[0, 1:], (0, 1))
+
+    def some(hidden: Array, following: Array) -> TokenLogprobs:
+        return TokenLogprobs.create(model.next_logits(hidden), following, k)
+
+    size = model.config.pinned_tokens or _POSITIONS_AT_ONCE
+    return in_tiles(size, hidden, lambda index: (hidden[index], following[index]), some)

@@ -15,7 +15,8 @@ from moe_jax.models._layer_cache import PAGE_SLOTS, put_rows
 from moe_jax.models._logprobs import TokenLogprobs
 from moe_jax.models._partition import on_mesh
 from moe_jax.models._programs import program
-from moe_jax.models._sampling import History
+from moe_jax.models._sampling import History, Sampler
+from moe_jax.models._tiles import in_tiles
 
 
 @pytree
@@ -194,7 +195,8 @@ def proceed(structure, leaves, state, idle, waits, limit, wanted, sampler):
         # Rows that have ended are masked: they reach no expert and cost nothing there.
         ids, mask = state.token[:, None], ~state.is_done[:, None]
         hidden, cache, load = _with_load(model, ids, mask, state.cache, state.load)
-        return _chosen(dataclasses.replace(state, cache=cache, load=load), model.next_logits(hidden[:, 0]), sampler)
+        state = dataclasses.replace(state, cache=cache, load=load)
+        return _chosen(state, model.next_logits(hidden[:, 0]), sampler, model.config.pinned_tokens)
 
     def goes_on(state):
         return (state.step < limit) & (jnp.sum(state.is_done, dtype=jnp.int32) < wanted)
@@ -237,7 +239,7 @@ def _first(model, hidden, load, history, cache, room, sampler):
     made, is_done, history, logprobs = on_mesh((made, is_done, history, logprobs), model.parallel)
     tokens = jnp.broadcast_to(sampler.stop[:, :1], (batch, room))
     state = State(jnp.int32(0), made, sampler.stop[:, 0], is_done, tokens, load, history, logprobs, cache)
-    return _chosen(state, logits, sampler)
+    return _chosen(state, logits, sampler, model.config.pinned_tokens)
 
 
 def _no_logprobs(batch, room, num_logprobs):
@@ -254,15 +256,16 @@ def _with_load(model, ids, mask, cache, load, **options):
     return hidden, cache, on_mesh(load, model.parallel) + stats.load
 
 
-def _chosen(state, logits, sampler):
-    """The state with the next token of each row that has not ended."""
-    token = jnp.where(state.is_done, sampler.stop[:, 0], sampler(logits, state.made, state.history))
+def _chosen(state, logits, sampler, pinned_tokens):
+    """The state with the next token of each row that has not ended. pinned_tokens: of the model."""
+    drawn = _by_rows(pinned_tokens, Sampler.__call__, sampler, logits, state.made, state.history)
+    token = jnp.where(state.is_done, sampler.stop[:, 0], drawn)
     columns = jnp.arange(state.tokens.shape[1])
     is_new = (columns == state.made[:, None]) & ~state.is_done[:, None]
     history = None if state.history is None else state.history.added(token, state.is_done)
     logprobs = state.logprobs
-    if logprobs is not None:
-        logprobs = logprobs.added(TokenLogprobs.create(logits, token, sampler.num_logprobs), is_new)
+    if logprobs is not None:  # in a loop of their own, since all rows decide which steps a sampler has
+        logprobs = logprobs.added(_by_rows(pinned_tokens, _logprobs_of, sampler, logits, token), is_new)
     made = state.made + (~state.is_done).astype(jnp.int32)
     return dataclasses.replace(
         state,
@@ -274,3 +277,18 @@ def _chosen(state, logits, sampler):
         history=history,
         logprobs=logprobs,
     )
+
+
+def _by_rows(pinned_tokens, function, sampler, *rows):
+    """``function(sampler, *rows)`` for all rows at once, or for so many at a time."""
+    if pinned_tokens is None:
+        return function(sampler, *rows)
+
+    def take(index):
+        return sampler.rows(index), *jax.tree.map(lambda leaf: leaf[index], rows)
+
+    return in_tiles(pinned_tokens, rows[0], take, function)
+
+
+def _logprobs_of(sampler, logits, token):
+    return TokenLogprobs.create(logits, token, sampler.num_logprobs)

@@ -11,11 +11,6 @@ from moe_jax.models._layer_cache import PAGE_SLOTS
 NumPages = int | Literal["auto"] | None
 
 
-def pages_of(num_tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-num_tokens // PAGE_SLOTS)
-
-
 class PagePool:
     """The pages from ``first`` on, before ``end``. A page may have several holders, who share what it says."""
 
@@ -65,10 +60,10 @@ def checked_num_pages(num_pages: Any, model: Any) -> NumPages:
     if not all(spec.holds_slots for spec in config.layer_caches):
         raise NotImplementedError(f"{where}: the states of linear attention have no pages; leave num_pages out")
     if model.segments_refusal() is not None:
-        kind = config.rope.rope_type
-        raise NotImplementedError(
-            f"{where}: the rotary embedding of type {kind!r} changes with the length of a row; leave num_pages out"
-        )
+        kind = f"the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row"
+        if config.pinned_tokens is not None:
+            kind = f"with pinned_tokens={config.pinned_tokens} each row has pages of its own"
+        raise NotImplementedError(f"{where}: {kind}; leave num_pages out")
     check_mesh(where, model)
     if model.max_num_batched_tokens < PAGE_SLOTS:
         raise ValueError(

@@ -532,6 +532,11 @@ class FusedMoE(Versioned):
         return Place(self, "version"), self.version.get_value() + np.int32(1)
 
     @property
+    def num_slots(self) -> int:
+        """Places of experts: E, and with copies of some over a mesh as many more."""
+        return self.config.num_experts if self.placement is None else self._slots.num_slots
+
+    @property
     def _slots(self) -> Placement:
         """Which expert each slot of the mesh holds; a layer without a mesh has none."""
         assert self.placement is not None

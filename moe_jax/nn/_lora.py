@@ -95,7 +95,7 @@ def with_token_choices(module: nnx.Module, shape: tuple[int, ...], change: Calla
     choice: Any = adapters[0].choice  # the same for all of a module
     changed = change(choice.get_value())
     for adapter in adapters:
-        adapter.choice = nnx.data(LoRAChoice(changed))
+        vars(adapter)["choice"] = LoRAChoice(changed)  # a copy of an outer trace is not to be set in a loop's
     return copied
 
 

@@ -66,7 +66,7 @@ class LLM:
         model: a checkpoint directory with tokenizer.json, or Kimi's tiktoken.model; or the name of a model on the
             Hugging Face hub.
         revision, quantize, mesh, enable_eplb, num_redundant_experts, implementation, attention, dtype, kv_cache_dtype,
-            max_seq_len, max_num_batched_tokens, progress: as for ``load_pretrained``.
+            max_seq_len, max_num_batched_tokens, pinned_tokens, progress: as for ``load_pretrained``.
         generation_config: "auto" takes temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
             checkpoint's generation_config.json where a call gives no ``SamplingParams``; "vllm" takes vLLM's defaults.
             The file's end tokens hold with both.
@@ -102,6 +102,7 @@ class LLM:
         kv_cache_dtype: DTypeLike | None = None,
         max_seq_len: int | None = None,
         max_num_batched_tokens: int | None = None,
+        pinned_tokens: int | None = None,
         progress: Progress | None = None,
         generation_config: str = "auto",
         max_num_seqs: int = 64,
@@ -146,6 +147,7 @@ class LLM:
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             max_seq_len=max_seq_len,
+            pinned_tokens=pinned_tokens,
             progress=progress,
             **bound,
         )

@@ -260,6 +260,18 @@ def test_prompts_from_a_file(chat_dir, tmp_path, greedy, capsys):
 
 
 @pytest.mark.slow
+def test_pinned_tokens(model_dir, tmp_path, greedy, capsys):  # noqa: F811
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("w3 w1 w4\nw7 w7 w2\n")
+    args = ("--prompts", str(prompts), "--pinned-tokens", "4", *F32)
+    assert run(model_dir, *args, "--num-pages", "auto") == 2
+    assert "with pinned_tokens=4 each row has pages of its own" in capsys.readouterr().err
+    assert run(model_dir, *args) == 0
+    expected = capsys.readouterr().out
+    assert len(expected.splitlines()) == 2 and run(model_dir, *args, "--batch-size", "1") == 0
+    assert capsys.readouterr().out == expected
+
+
 def test_sampling(model_dir, greedy, capsys):  # noqa: F811
     """Seeds decide; the flags are those of ``generate``."""
 
@@ -323,6 +335,7 @@ def test_experts_move_between_batches(model_dir, tmp_path, capsys):  # noqa: F81
         (["--prompt", "w1", "--temperature", "1", "--seed", "-1"], "--seed is -1"),
         (["--prompt", "w1", "--stop", ""], "--stop is empty"),
         (["--prompt", "w1", "--batch-size", "0"], "--batch-size is 0"),
+        (["--prompt", "w1", "--pinned-tokens", "0"], "--pinned-tokens is 0, expected 1 or more"),
         (["--prompt", ""], "--prompt is empty after tokenization"),
         (["--prompt", "w1", "--chat"], "no chat_template.jinja and no chat_template in tokenizer_config.json"),
         (["--input-ids", "1", "--chat"], "--chat needs text"),

@@ -107,7 +107,7 @@ def test_wrong_tables(case):
     cache, ids = make(page_table=TABLE), tokens(2, 5)
     wrong = dataclasses.replace(cache, page_table=cache.page_table.at[0, 1].set(9))
     refuses(ValueError, r"page_table\[0, 1\] is 9, expected 0 to 8, the cache's pages", model, ids, cache=wrong)
-    refuses(ValueError, "do not change hands", cache.with_rows, jnp.arange(2), cache)
+    refuses(ValueError, "one of the caches is in pages", cache.with_rows, jnp.arange(2), model.init_cache(2, 16))
     graphdef, state = nnx.split(model)
     run = jax.jit(lambda state, ids, cache: nnx.merge(graphdef, state)(ids, cache=cache))
     for entry in (9, -1):

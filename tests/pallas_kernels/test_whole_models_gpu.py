@@ -3,6 +3,7 @@
 They lie here since the machine of a GPU may lack what tests of checkpoints import.
 """
 
+import dataclasses
 import functools
 import time
 
@@ -58,7 +59,7 @@ def test_cudnn(places, width, value_width, window):
 IDS = np.random.default_rng(0).integers(0, 640, (3, 131)).astype(np.int32)
 
 
-def make_model(attention, dtype, projections, experts):
+def make_model(attention, dtype, projections, experts, pinned=None):
     sizes = dict(hidden_size=512, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=4, head_dim=128)
     sizes |= dict(
         moe_intermediate_size=256, num_experts=8, num_experts_per_tok=2, vocab_size=640, model_type="qwen3_moe"
@@ -66,6 +67,7 @@ def make_model(attention, dtype, projections, experts):
     sizes |= dict(architectures=["Qwen3MoeForCausalLM"], intermediate_size=512, norm_topk_prob=True, rope_theta=1e6)
     sizes |= dict(rms_norm_eps=1e-6, max_position_embeddings=1024, hidden_act="silu", tie_word_embeddings=False)
     family, config = read_family(sizes)
+    config = dataclasses.replace(config, pinned_tokens=pinned)
     made = family(config, dtype=jnp.bfloat16, attention=attention, implementation=experts, rngs=nnx.Rngs(0))
     if dtype == "bfloat16":
         for module in [m for layer in made.layers for m in layer.self_attn.dense_modules().values()]:
@@ -122,6 +124,42 @@ def test_models(attention, projections, experts):
         assert np.abs(logits(model, IDS, rows) - expected[rows]).mean() < 1.5 * error[rows].mean()
     found = logits(model, np.where(np.arange(3)[:, None] == 1, 999, IDS), [0, 1, 2])
     assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("attention", "projections", "experts", "pinned"),
+    [
+        ("auto", None, "hopper", 48),
+        ("auto", None, "hopper", 1),
+        ("auto", "fp8_block", "hopper", 64),
+        ("auto", "fp8_channel", "xla", 48),
+        ("xla", None, "xla", 48),
+        ("cudnn", "fp8_channel", "hopper", 256),
+    ],
+)
+def test_pinned_tokens(attention, projections, experts, pinned):
+    """Logits have the same bits in a call of three rows and of one, in chunks of any size, and after other caches; and
+    are no farther from float32's than XLA's."""
+    model = make_model(attention, "bfloat16", projections, experts, pinned)
+    step = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
+
+    def read(rows, ends, slots):
+        cache, found, begin = model.init_cache(len(rows), slots), [], 0
+        for end in ends:
+            logits, cache = step(model, IDS[rows, begin:end], cache)
+            found.append(np.asarray(logits))
+            begin = end
+        return np.concatenate(found, axis=1)
+
+    whole = read([0, 1, 2], [131], 200)
+    np.testing.assert_array_equal(read([0, 1, 2], (1, 2, 3, 70, 131), 136), whole)
+    np.testing.assert_array_equal(read([2], [131], 131), whole[2:])
+    np.testing.assert_array_equal(read([1], [60, *range(61, 70)], 1000), whole[1:2, :69])
+    np.testing.assert_array_equal(read([1], [20, *range(21, 30)], 30), whole[1:2, :29])
+    expected = by_xla("float32", None)[[0, 2]]
+    error = np.abs(by_xla("bfloat16", projections)[[0, 2]] - expected)
+    assert np.abs(whole[[0, 2], 127:] - expected).mean() < 1.5 * error.mean()
 
 
 @pytest.mark.gpu

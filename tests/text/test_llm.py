@@ -198,6 +198,25 @@ def test_draws(llm, text_dir):
     assert drawn[0] == drawn[1] != drawn[2] and drawn[0][0] != drawn[0][1]
 
 
+def test_pinned_tokens(text_dir):
+    """Log-probabilities of prompts run together are those of each alone, and of answers read as prompts, to the bit."""
+    llm = moe_jax.LLM(text_dir, dtype="float32", pinned_tokens=8)
+    params = SamplingParams(temperature=0.9, seed=3, max_tokens=10, logprobs=2, ignore_eos=True)
+
+    def values(logprobs):
+        return [{token: (one.logprob, one.rank) for token, one in each.items()} for each in logprobs]
+
+    again = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    for prompt, together in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
+        (alone,) = llm.generate(prompt, params)
+        answer = together.outputs[0]
+        assert alone.outputs[0].token_ids == answer.token_ids
+        assert values(alone.outputs[0].logprobs) == values(answer.logprobs)
+        ids = [*together.prompt_token_ids, *answer.token_ids]
+        (read,) = llm.generate({"prompt_token_ids": ids}, again)
+        assert values(read.prompt_logprobs[len(together.prompt_token_ids) :]) == values(answer.logprobs)
+
+
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 

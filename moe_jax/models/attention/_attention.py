@@ -17,7 +17,7 @@ from moe_jax.experts._matrix import padded_product, parts_of_product, products_o
 from moe_jax.models import _fused
 from moe_jax.models._config import DecoderConfig
 from moe_jax.models._kv_cache_dtype import CacheScale, quantized, times
-from moe_jax.models._layer_cache import SlotCache, by_rows, extended
+from moe_jax.models._layer_cache import PAGE_SLOTS, SlotCache, by_rows, extended
 from moe_jax.models._layers import (
     MANY_ROWS,
     Addend,
@@ -66,7 +66,8 @@ class AttentionInputs:
     slot where the sequence of query j begins, or None where a row is one sequence. shared: (B,) int32, slots at the
     beginning of a row that its sequences see besides their own, or None for none. selected: (B, S, K) int32, slots that
     the layer before selected for each query; None without an indexer, or where all fit into its selection. is_counted:
-    with segment_starts, whether the positions of a sequence count its slots. page_table: of ``KVCache``.
+    with segment_starts, whether the positions of a sequence count its slots. page_table: of ``KVCache``. is_pinned: the
+    bits of a token must not depend on how many slots the cache has; then S = 1.
     """
 
     cos: Leaf
@@ -81,6 +82,12 @@ class AttentionInputs:
     selected: Leaf | None = None
     page_table: Leaf | None = None
     is_counted: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    is_pinned: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+    def apart(self, tree: Any) -> Any:
+        """What a call computed, where bits must not depend on the cache that it goes into: XLA is to do one without the
+        other."""
+        return jax.lax.optimization_barrier(tree) if self.is_pinned else tree
 
     def visible(
         self,
@@ -241,7 +248,7 @@ class Attention(Partitioned):
             if scales is not None:
                 k, v = (quantized(part, scale) for part, scale in zip((k, v), scales, strict=True))
             places = inputs.starts, inputs.lengths, inputs.first_slots
-            kept = extended(cached, (k, v), *places, inputs.page_table)
+            kept = extended(cached, inputs.apart((k, v)), *places, inputs.page_table)
             k, v = kept.arrays
         else:
             q, k, v = found
@@ -424,23 +431,26 @@ def attend(
         takes_pages = is_by_slots and inputs.segment_starts is None
         rows = [_rows_of_pages(pool, inputs.page_table) for pool in (k, v)]
         name = choose(implementation, q, *rows, num_pages=k.shape[0], **kind)[0] if takes_pages else None
-        if name is None:
+        if name is None and not inputs.is_pinned:
             k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
         else:
             in_pages = dict(page_table=inputs.page_table)
 
     def by_xla(q, k, v, inputs, sinks, scales):
+        if inputs.is_pinned:
+            kind: Any = dict(window=window, chunk=chunk, sinks=sinks, scales=scales, value_width=value_width)
+            return attend_in_steps(q, k, v, inputs, scale=scale, **kind)
         if in_pages:
             k, v = by_rows(SlotCache((k, v)), inputs.starts, inputs.lengths, inputs.page_table)
         values = k[..., :value_width] if v is None else v
-        kind: Any = dict(window=window, chunk=chunk, selected=selected, scales=scales)
+        kind = dict(window=window, chunk=chunk, selected=selected, scales=scales)
         return attend_xla(q, k, values, inputs, scale=scale, sinks=sinks, **kind)
 
     damaged = None
     if inputs.segment_starts is not None and not in_pages:
         damaged = _sees_damage(k, v, inputs.segment_starts, inputs)
         k, v = _finite(k), None if v is None else _finite(v)
-    if name is None and is_by_slots:
+    if name is None and is_by_slots and not in_pages:
         name = choose(implementation, q, k, v, **kind)[0]
 
     def by_kernel(q, k, v, inputs, sinks, scales):
@@ -572,6 +582,65 @@ def attend_xla(
 
     columns = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     y = in_query_blocks(some, q, columns, inputs.query_positions, selected)
+    return y if scales is None else times(y, scales[1])
+
+
+def attend_in_steps(
+    q: Float[Array, "B 1 N G D"],
+    k: Float[Array, "_ N L D"],
+    v: Float[Array, "_ N L V"] | None,
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    value_width: int | None,
+    window: int | None,
+    chunk: int | None,
+    sinks: Array | None,
+    scales: tuple[Array, Array] | None,
+) -> Float[Array, "B 1 N G V"]:
+    """``attend`` of one query a row on any device, PAGE_SLOTS slots at a time up to the longest row's last, so that a
+    row's bits are the same in a cache of any length. Scores, weights and sums are in float32. k and v are pages where
+    ``inputs`` have a table, else rows."""
+    table, sinks_of = inputs.page_table, None if sinks is None else sinks.astype(jnp.float32).reshape(q.shape[2:4])
+    num_slots = k.shape[2] if table is None else table.shape[1] * PAGE_SLOTS
+    # To whole steps, and two at least: what one alone multiplies XLA would take out of the loop, and round otherwise.
+    tail = max(-num_slots % PAGE_SLOTS, 2 * PAGE_SLOTS - num_slots)
+    visible = inputs.visible(jnp.zeros(1, jnp.int32), inputs.query_positions, num_slots, window, chunk)[:, 0]
+    visible = jnp.pad(visible, ((0, 0), (0, tail)))
+    if table is None:
+        k, v = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, tail), (0, 0))), (k, v))
+    else:
+        table = jnp.pad(table, ((0, 0), (0, tail // PAGE_SLOTS)))
+    of_scores: Any = scale if scales is None else scale * scales[0]
+    highest: Any = dict(precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    queries = q[:, 0].astype(jnp.float32)
+
+    def of_step(x: Array, step: Array) -> Array:
+        if table is not None:
+            return jnp.take(x, table[:, step], axis=0, mode="clip")
+        return jax.lax.dynamic_slice_in_dim(x, step * PAGE_SLOTS, PAGE_SLOTS, axis=2)
+
+    def one(step: Array, held: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        top, total, sums = held
+        seen = jax.lax.dynamic_slice_in_dim(visible, step * PAGE_SLOTS, PAGE_SLOTS, axis=1)
+        keys, values = of_step(k, step), None if v is None else of_step(v, step)
+        seen, keys, values = inputs.apart((seen[:, None, None], keys, values))
+        values = keys[..., :value_width] if values is None else values
+        values = jnp.where(seen[:, 0, 0, None, :, None], values.astype(jnp.float32), 0)  # pages hold what others left
+        scores = jnp.einsum("bngd,bnld->bngl", queries, keys.astype(jnp.float32), **highest) * of_scores
+        new = jnp.maximum(top, jnp.where(seen, scores, top[..., None]).max(axis=-1))
+        weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0)
+        keep = jnp.exp(top - new)
+        sums = sums * keep[..., None] + jnp.einsum("bngl,bnlv->bngv", weights, values, **highest)
+        return new, total * keep + weights.sum(axis=-1), sums
+
+    width = value_width if v is None else v.shape[-1]
+    heads = (q.shape[0], *q.shape[2:4])
+    top = jnp.full(heads, jnp.finfo(jnp.float32).min) if sinks_of is None else jnp.broadcast_to(sinks_of, heads)
+    held = top, jnp.full(heads, 0.0 if sinks_of is None else 1.0), jnp.zeros((*heads, width))
+    steps = -(-jnp.max(inputs.lengths, initial=0) // PAGE_SLOTS)
+    _, total, sums = jax.lax.fori_loop(0, steps, one, held)
+    y = (sums / jnp.where(total == 0, 1, total)[..., None]).astype(q.dtype)[:, None]
     return y if scales is None else times(y, scales[1])
 
 

@@ -56,6 +56,11 @@ def segments_refusal(config: DecoderConfig) -> str | None:
             "the state of linear attention goes on from one sequence of a row to the next; give each sequence a row of "
             "its own"
         )
+    if config.pinned_tokens is not None:
+        return (
+            f"with pinned_tokens={config.pinned_tokens} a sequence begins at the first slot of a row; give each "
+            "sequence a row of its own"
+        )
     if config.rope.depends_on_length:
         return (
             f"the rotary embedding of type {config.rope.rope_type!r} changes with the length of a row; give each "

@@ -145,7 +145,7 @@ class LatentAttention(Partitioned):
         found = None if joined is None or cached is None else self._in_one_launch(joined, inputs, cached)
         if found is None:
             q, compressed, new = self._queries_and_latents(x, joined, inputs)
-            kept = extended(cached, new, *places, inputs.page_table)
+            kept = extended(cached, inputs.apart(new), *places, inputs.page_table)
         else:
             q, kept = found
         q = q.reshape(*x.shape[:2], self.config.num_heads, -1)

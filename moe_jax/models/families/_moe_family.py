@@ -94,6 +94,7 @@ class MoEFamily:
             **{name: getattr(config, name) for name in _OF_EXPERTS},
             name=cls.moe_prefix(layer),
             implementation=implementation,
+            pinned_tokens=config.pinned_tokens,
             param_dtype=dtype,
             **options,
         )
