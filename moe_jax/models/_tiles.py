@@ -59,7 +59,11 @@ def _loop(
 ) -> tuple[Any, Any]:
     """(the last carry, what all tiles made as arrays (most * size, ...), zeros where no tile was)."""
     shapes = jax.eval_shape(tile, carry, jax.ShapeDtypeStruct((), jnp.int32))[1]
-    rows = jax.tree.map(lambda leaf: jnp.zeros((most * size, *leaf.shape[1:]), leaf.dtype), shapes)
+
+    def zeros(leaf: Any) -> Array:
+        return jax.lax.full((most * size, *leaf.shape[1:]), 0, leaf.dtype, sharding=leaf.sharding)
+
+    rows = jax.tree.map(zeros, shapes)
 
     def turn(index: Array, held: tuple[Any, Any]) -> tuple[Any, Any]:
         carry, rows = held

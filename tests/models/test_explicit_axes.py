@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import moe_jax
 from moe_jax.models import generate
+from moe_jax.models._logprobs import prompt_logprobs
+from tests.models.test_partition import mesh_of
 from tests.support.cases.models import assert_logits_close, slow
 
 RULES = (("expert", "ep"), ("mlp", "tp"), ("heads", "tp"), ("kv_heads", "tp"), ("vocab", "tp"))
@@ -49,6 +51,14 @@ def test_answers(case, prompt, name):
     np.testing.assert_array_equal(generate(spread, ids, max_new_tokens=8), generate(model, ids, max_new_tokens=8))
     ragged = [ids[0].tolist(), ids[1, :3].tolist()]
     assert generate(spread, ragged, max_new_tokens=4) == generate(model, ragged, max_new_tokens=4)
+
+
+def test_log_probabilities_of_a_prompt(case):
+    spread = moe_jax.load_pretrained(
+        case("qwen3").directory, dtype="float32", mesh=mesh_of("expert=2,tensor=2", "Explicit")
+    )
+    found, expected = (prompt_logprobs(model, list(range(3, 40)), 2) for model in (spread, case("qwen3").model))
+    np.testing.assert_allclose(found.chosen, expected.chosen, atol=1e-5)
 
 
 def test_a_block_with_shared_experts(case):
