@@ -72,7 +72,7 @@ def in_chunks(model, rows, ends, max_len=LENGTH, ids=IDS):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sample(11)
+@pytest.mark.sample(19)
 def test_bits(pair, name, dtype):
     """Rows of one call are those of a call of one row, of chunks of any sizes in caches of any, and of padded ones.
 
