@@ -125,7 +125,10 @@ class KVCache:
         else:
             held = jnp.take(table, rows, axis=0, mode="fill", fill_value=-1)[:, : fresh_table.shape[1]]
             pages = jnp.where(held < 0, self.num_pages, held), fresh_table
-            layers = tuple(old.with_pages(*pages, fresh) for old, fresh in both)
+            layers = tuple(
+                old.with_pages(*pages, fresh) if isinstance(old, SlotCache) else old.with_rows(rows, fresh)
+                for old, fresh in both
+            )
         return dataclasses.replace(self, layers=layers, starts=starts, lengths=lengths, is_damaged=is_damaged)
 
     def with_sequences(

@@ -119,6 +119,16 @@ def test_wrong_tables(case):
     assert not np.isnan(run(state, ids, behind)[0]).any()
 
 
+@pytest.mark.slow
+def test_rows_with_states_change_hands(case):
+    """Tokens are copied into the pages that the row has, states of linear attention into its row."""
+    model, ids = case("qwen3_next").model, tokens(2, 6)
+    _, old = model(ids[:, :5], cache=model.init_cache(2, 16, page_table=TABLE))
+    _, new = model(ids[1:, :5], cache=model.init_cache(1, 8, page_table=np.asarray([[1, 0]])))
+    found, _ = model(ids[[1, 1], 5:], cache=old.with_rows(jnp.arange(1), new))
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+
+
 def test_whole_pages_hold_no_more_than_the_model_takes(tmp_path):
     """Two pages have 8 slots, the model takes 6 tokens."""
     write_checkpoint("mixtral", tmp_path, max_position_embeddings=6)
