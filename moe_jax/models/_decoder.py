@@ -26,7 +26,7 @@ from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import WHOLE, on_mesh, whole
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ranges, reload_weights
-from moe_jax.models._tiles import in_tiles, through_layers, without_gradients
+from moe_jax.models._tiles import check_schemes, in_tiles, through_layers, without_gradients
 from moe_jax.models.attention._attention import Attention, AttentionInputs
 from moe_jax.models.attention._choice import AttentionImplementation, check_implementation, segments_refusal
 from moe_jax.models.attention._gated_delta_net import GatedDeltaNet
@@ -229,6 +229,8 @@ class CausalLM(MoEFamily, Versioned):
                 mlp = GatedMLP(config.hidden_size, config.intermediate_size, **options)
             layers.append(DecoderLayer(config, index, mlp, attention=attention, **options))
         self.layers: Any = nnx.List(layers)  # of DecoderLayer
+        if config.pinned_tokens is not None:
+            check_schemes(self)
         self.norm: RMSNorm | LayerNorm = NORMS[config.norm](config.hidden_size, eps=config.rms_norm_eps, **options)
         self.lm_head: Head | None = (
             None
@@ -432,7 +434,7 @@ class CausalLM(MoEFamily, Versioned):
         prefix = None if shared is None or isinstance(shared, int) else jnp.broadcast_to(shared, input_ids.shape[:1])
         arguments = (ids, mask, positions, segments, cache, seq_lens, prefix)
         ids, mask, positions, segments, cache, seq_lens, prefix = on_mesh(arguments, self.parallel)
-        is_kept = cache is not None
+        has_cache = cache is not None
         if pinned is not None and cache is None:
             cache = KVCache.zeros(self.config, batch, length, self.dtype)
         is_masked, back = attention_mask is not None or segments is not None, None
@@ -487,7 +489,7 @@ class CausalLM(MoEFamily, Versioned):
         x = jnp.where(is_damaged[:, None, None], jnp.nan, x)
         if cache is not None:
             places: dict[str, Any] = dict(starts=starts, lengths=lengths, positions=keys, is_damaged=is_damaged)
-            cache = dataclasses.replace(cache, layers=kept, **places) if is_kept else None
+            cache = dataclasses.replace(cache, layers=kept, **places) if has_cache else None
         if back is not None:
             x = jnp.take_along_axis(x, back[:, :, None], axis=1)
         if not return_stats:

@@ -20,7 +20,6 @@ from moe_jax.models._pages import check_mesh
 from moe_jax.models._partition import spread_dense
 from moe_jax.models._prefill import MAX_NUM_BATCHED_TOKENS
 from moe_jax.models._reader import ModelReader, Progress, install_values, ranges
-from moe_jax.models._tiles import check_schemes
 from moe_jax.models.attention._choice import AttentionImplementation
 from moe_jax.models.families._registry import read_family
 from moe_jax.nn import MoEBlock
@@ -125,7 +124,6 @@ def load_pretrained(
         if parallel is not None:
             spread_dense(model, parallel)
         if pinned_tokens is not None:
-            check_schemes(model)
             check_mesh(f"pinned_tokens={pinned_tokens}", model)
         model.eos_token_id = _end_tokens(opened, config)
         model.quantization_config = json.dumps(opened.quantization_config, sort_keys=True)

@@ -92,7 +92,6 @@ def through_layers(
     mask: (B, S) bool, tokens before padding in every row. starts, first_slots, key_positions: as of
     ``AttentionInputs``; a token that the cache has no slot for is left out. longest: what ``rotary_angles`` takes.
     """
-    check_schemes(model)
     model = without_gradients(model)
     (batch, columns), size = ids.shape, model.config.pinned_tokens
     count, table = batch * columns, cache.page_table

@@ -19,14 +19,13 @@ from moe_jax.models.attention._attention import AttentionInputs, attend, attend_
 from tests.adapters.test_lora_of_models import filled
 from tests.models.test_partition import mesh_of
 from tests.support.cases.models import CASES, FAMILY_CASES, VOCAB, assert_logits_close, write_checkpoint
+from tests.support.chunks import in_chunks, stepped
 from tests.support.refusals import refuses
 
 PINNED = 16
 LENGTH = 90  # no multiple of PINNED, and more than a page
 SLOTS = 200
 REFUSED = {"qwen3_next": "linear attention", "deepseek_v32": "indexer"}
-# Their embedding changes with the length of a row, which a call knows so far alone.
-GROWING = ("qwen3_dynamic", "qwen3_longrope")
 NAMES = [
     name
     for name in (*CASES, *FAMILY_CASES)
@@ -55,21 +54,6 @@ def called(model, ids, mask=None):
     return model(ids, attention_mask=mask, return_stats=True)
 
 
-@jax.jit
-def stepped(model, ids, cache, mask=None):
-    return model(ids, attention_mask=mask, cache=cache)
-
-
-def in_chunks(model, rows, ends, max_len=LENGTH, ids=IDS):
-    """Logits of rows of ids that are read in several calls."""
-    cache, found, begin = model.init_cache(len(rows), max_len), [], 0
-    for end in ends:
-        logits, cache = stepped(model, ids[rows, begin:end], cache)
-        found.append(np.asarray(logits))
-        begin = end
-    return np.concatenate(found, axis=1)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.sample(19)
@@ -88,12 +72,12 @@ def test_bits(pair, name, dtype):
     ids = np.full_like(IDS[:2], VOCAB)  # what stands in padding is not looked at
     ids[0, mask[0]], ids[1, mask[1]] = IDS[3, : mask[0].sum()], IDS[1, : mask[1].sum()]
     padded = np.asarray(called(model, ids, mask)[0])
-    if name not in GROWING:
+    if not model.config.rope.depends_on_length:  # of a row, which a call knows so far alone
         np.testing.assert_array_equal(padded[0, mask[0]], whole[3, : mask[0].sum()])
         np.testing.assert_array_equal(padded[1, mask[1]], whole[1, : mask[1].sum()])
-        np.testing.assert_array_equal(in_chunks(model, [0, 1, 2, 3], (5, 6, 67, LENGTH), 130), whole)
-        np.testing.assert_array_equal(in_chunks(model, [3], [3, *range(4, 20)], 20), whole[3:, :19])
-        np.testing.assert_array_equal(in_chunks(model, [1, 3], [16, 32, LENGTH], SLOTS), whole[[1, 3]])
+        np.testing.assert_array_equal(in_chunks(model, IDS[[0, 1, 2, 3]], (5, 6, 67, LENGTH), 130), whole)
+        np.testing.assert_array_equal(in_chunks(model, IDS[[3]], [3, *range(4, 20)], 20), whole[3:, :19])
+        np.testing.assert_array_equal(in_chunks(model, IDS[[1, 3]], [16, 32, LENGTH], SLOTS), whole[[1, 3]])
 
 
 @pytest.mark.parametrize("pinned", [1, 7, 500])
@@ -101,7 +85,7 @@ def test_bits(pair, name, dtype):
 def test_tiles_of_any_size(pair, pinned):
     _, model = pair("deepseek_v3" if pinned == 7 else "gpt_oss", pinned, dtype="bfloat16")
     whole = np.asarray(called(model, IDS[:, :70])[0])
-    np.testing.assert_array_equal(in_chunks(model, [2], (1, 2, 30, 70), 70), whole[2:3])
+    np.testing.assert_array_equal(in_chunks(model, IDS[[2]], (1, 2, 30, 70), 70), whole[2:3])
 
 
 def test_what_xla_could_compute_beforehand(pair):
@@ -114,7 +98,7 @@ def test_plain_models_differ(pair):
     """Otherwise the tests above would show nothing."""
     plain, _ = pair("qwen3")
     whole = np.asarray(called(plain, IDS)[0])
-    assert (in_chunks(plain, [3], [3, *range(4, 20)]) != whole[3:, :19]).any()
+    assert (in_chunks(plain, IDS[[3]], [3, *range(4, 20)], LENGTH) != whole[3:, :19]).any()
 
 
 def told(model, prompts, params, batch_size, **options):
@@ -161,7 +145,7 @@ def test_answers(pair, name, dtype):
     rows = generate(model, IDS[:, :7], max_new_tokens=6, eos_token_id=None)
     parts = generate_stream(model, IDS[1:3, :7], max_new_tokens=6, eos_token_id=None)
     np.testing.assert_array_equal(np.concatenate([*parts], axis=1), rows[1:3, 7:])
-    if name in GROWING:
+    if model.config.rope.depends_on_length:
         return
     for prompt, (tokens, logprobs) in zip(prompts, expected, strict=True):
         again = prompt_logprobs(model, [*prompt, *tokens], 4).part(slice(len(prompt) - 1, None))
@@ -177,9 +161,9 @@ def test_quantized_models(scheme, tmp_path):
     options: Any = dict(dtype="bfloat16", kv_cache_dtype="fp8")
     model = load_pretrained(tmp_path / "made", pinned_tokens=PINNED, **options)
     ids = np.random.default_rng(2).integers(0, VOCAB, (3, 100)).astype(np.int32)
-    whole = in_chunks(model, [0, 1, 2], [100], 256, ids)
-    np.testing.assert_array_equal(in_chunks(model, [0, 1, 2], (5, 6, 67, 100), 120, ids), whole)
-    np.testing.assert_array_equal(in_chunks(model, [2], [3, *range(4, 20)], 20, ids), whole[2:, :19])
+    whole = in_chunks(model, ids[[0, 1, 2]], [100], 256)
+    np.testing.assert_array_equal(in_chunks(model, ids[[0, 1, 2]], (5, 6, 67, 100), 120), whole)
+    np.testing.assert_array_equal(in_chunks(model, ids[[2]], [3, *range(4, 20)], 20), whole[2:, :19])
 
 
 @pytest.mark.parametrize("mesh", ["expert=4", "data=2,expert=2", "expert=2,tensor=2"])
@@ -189,7 +173,7 @@ def test_over_a_mesh(pair, mesh):
     whole = np.asarray(called(model, IDS)[0])
     assert_logits_close(whole, np.asarray(called(plain, IDS)[0]), 1e-5)
     np.testing.assert_array_equal(called(model, IDS[2:3])[0][0], whole[2])
-    np.testing.assert_array_equal(in_chunks(model, [1, 3], (5, 6, 67, LENGTH), 130), whole[[1, 3]])
+    np.testing.assert_array_equal(in_chunks(model, IDS[[1, 3]], (5, 6, 67, LENGTH), 130), whole[[1, 3]])
     answers = generate(model, IDS, max_new_tokens=5, eos_token_id=None).tolist()
     assert generate(model, IDS.tolist(), max_new_tokens=5, eos_token_id=None, batch_size=3) == answers
 

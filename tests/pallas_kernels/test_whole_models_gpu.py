@@ -19,6 +19,7 @@ from moe_jax.models._layers import Linear
 from moe_jax.models.attention._attention import AttentionInputs, attend, attend_xla
 from moe_jax.nn import QuantizedParam
 from moe_jax.quantization import QuantizedMatrix, Scheme, method_for
+from tests.support.chunks import in_chunks
 
 
 def operands(queries, slots, starts, lengths, first, width=8, value_width=8):
@@ -142,21 +143,11 @@ def test_pinned_tokens(attention, projections, experts, pinned):
     """Logits have the same bits in a call of three rows and of one, in chunks of any size, and after other caches; and
     are no farther from float32's than XLA's."""
     model = make_model(attention, "bfloat16", projections, experts, pinned)
-    step = jax.jit(lambda model, ids, cache: model(ids, cache=cache))
-
-    def read(rows, ends, slots):
-        cache, found, begin = model.init_cache(len(rows), slots), [], 0
-        for end in ends:
-            logits, cache = step(model, IDS[rows, begin:end], cache)
-            found.append(np.asarray(logits))
-            begin = end
-        return np.concatenate(found, axis=1)
-
-    whole = read([0, 1, 2], [131], 200)
-    np.testing.assert_array_equal(read([0, 1, 2], (1, 2, 3, 70, 131), 136), whole)
-    np.testing.assert_array_equal(read([2], [131], 131), whole[2:])
-    np.testing.assert_array_equal(read([1], [60, *range(61, 70)], 1000), whole[1:2, :69])
-    np.testing.assert_array_equal(read([1], [20, *range(21, 30)], 30), whole[1:2, :29])
+    whole = in_chunks(model, IDS[[0, 1, 2]], [131], 200)
+    np.testing.assert_array_equal(in_chunks(model, IDS[[0, 1, 2]], (1, 2, 3, 70, 131), 136), whole)
+    np.testing.assert_array_equal(in_chunks(model, IDS[[2]], [131], 131), whole[2:])
+    np.testing.assert_array_equal(in_chunks(model, IDS[[1]], [60, *range(61, 70)], 1000), whole[1:2, :69])
+    np.testing.assert_array_equal(in_chunks(model, IDS[[1]], [20, *range(21, 30)], 30), whole[1:2, :29])
     expected = by_xla("float32", None)[[0, 2]]
     error = np.abs(by_xla("bfloat16", projections)[[0, 2]] - expected)
     assert np.abs(whole[[0, 2], 127:] - expected).mean() < 1.5 * error.mean()
