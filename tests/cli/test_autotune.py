@@ -49,7 +49,7 @@ def test_a_shape_in_two_schemes(run, capsys, tmp_path):
 def test_one_token_in_tiles_of_one_row(run, capsys):
     """Only where a call takes them: not with rows of another width."""
     one = ("--model", "8,2,512,256", "--scheme", "fp8_channel,w4a16_g128", "--tokens", "1")
-    reason = "1 tokens: not measured: multiplied as matrix times vector, in tiles of one row, which no table holds"
+    reason = "1 tokens: not measured: multiplied without wgmma, in tiles of one row, which no table holds"
     for _ in range(2):  # with a table of its own too
         assert run(*one) == 0
         out = capsys.readouterr().out

@@ -5,6 +5,7 @@ Outputs land in memory that held NaN before, so that a cell nobody wrote shows; 
 """
 
 import dataclasses
+import dataclasses
 import itertools
 from typing import Any
 
@@ -30,16 +31,16 @@ from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tol
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("rows", [1, 3, 5, 64])
 @pytest.mark.parametrize("kind", ["int4 g128", "int4 g128 asym", "int8 channel", "w4a8 int8 g128", "nvfp4", "mxfp8"])
 def test_side_by_side(kind, rows):
     """Queries, keys and values in one launch: the bits of three with the same tiles."""
-    block_m = 1 if rows == 1 else 8 if rows <= 8 else 64
+    block_m = next(height for height in (1, 4, 8, 64) if rows <= height)
     x_scale = "row" if "w4a8" in kind else "none"
     sizes: Any = dict(block_m=block_m, k=1024, spare_tiles=0, bias="bfloat16", x_scale=x_scale)
     problems = [make_problem(kind, [rows], n=n, seed=i, **sizes) for i, n in enumerate((1024, 256, 192))]
     x, _, *tiles = problems[0].args
-    config = PackedVectorConfig(4) if block_m == 1 else PackedConfig(block_m, 1, 1, 3)
+    config = PackedVectorConfig(4, block_m=block_m) if block_m <= 4 else PackedConfig(block_m, 1, 1, 3)
     weights, biases = (tuple(p.args[1] for p in problems), tuple(p.kwargs["bias"] for p in problems))
     shared: Any = dict(x_scale=problems[0].kwargs["x_scale"], config=config, implementation="hopper")
     run = jax.jit(lambda x, w, bias: grouped_gemm_packed(x, w, *tiles, bias=bias, **shared))
@@ -119,12 +120,13 @@ def test_alone(kind, block_m):
         check(kind, problem, run(problem, config), folded=config.folds_scales)
 
 
+@pytest.mark.parametrize("block_m", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_single_rows_gated_with_bias(kind):
+def test_few_rows_gated_with_bias(kind, block_m):
     """K in every number of parts, which 11 blocks do not divide by; rows of tiles that are not in use hold NaN."""
     k = 11 * KINDS[kind][0].block_k
-    problem = make_problem(kind, [3, 0, 1, 2], k=k, n=336, block_m=1, out_dtype=out_dtype(kind), **GATED)
-    for config in configurations(problem, 1):
+    problem = make_problem(kind, [3, 0, 1, 6], k=k, n=336, block_m=block_m, out_dtype=out_dtype(kind), **GATED)
+    for config in configurations(problem, block_m):
         once = problem.compiled(grouped_gemm_packed, config)
         out, own = np.asarray(once()), problem.row_expert >= 0
         check(kind, problem, out)
@@ -135,11 +137,19 @@ def test_single_rows_gated_with_bias(kind):
 @pytest.mark.parametrize(
     "kind", ["int4 g128", "int4 g32", "int4 channel asym", "nvfp4", "mxfp8", "w4a8 int8 g128", "mxfp4 fp8"]
 )
-def test_single_rows(kind, k):
-    """Rings that hold a warp's part of K and rings that do not; a last block that K does not fill."""
-    problem = make_problem(kind, [3, 0, 1, 2], k=k, n=208, block_m=1, x_scale="row")
-    for config in configurations(problem, 1):
-        check(kind, problem, run(problem, config))
+@pytest.mark.parametrize("block_m", [1, 4])
+def test_few_rows(kind, k, block_m):
+    """Rings that hold a warp's part of K and rings that do not; a last block that K does not fill. Of tiles whose rows in
+    use are known the others are left."""
+    problem = make_problem(kind, [3, 0, 1, 6], k=k, n=208, block_m=block_m, x_scale="row")
+    counted = dataclasses.replace(problem, kwargs=problem.kwargs | dict(tile_rows=problem.tile_rows))
+    is_used = problem.row_expert >= 0
+    for config in configurations(problem, block_m):
+        found = run(problem, config)
+        check(kind, problem, found)
+        of_used = run(counted, config)
+        np.testing.assert_array_equal(of_used[is_used], found[is_used])
+        assert block_m == 1 or np.isnan(of_used[~is_used]).all()
 
 
 @pytest.mark.parametrize("to", [jnp.float16, jnp.float32])

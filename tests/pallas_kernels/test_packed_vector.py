@@ -1,5 +1,5 @@
-"""Matrix times vector with packed weights, run in NumPy from the PTX that is emitted: the copies of every thread, the
-order of words and of the row, scales, sums of warps; refusals, and lowering for CUDA.
+"""Tiles of a few rows of packed weights, run in NumPy from the PTX that is emitted: the copies of every thread, the
+order of words and of rows, scales, sums of warps; refusals, and lowering for CUDA.
 
 The kernel itself runs in test_grouped_gemm_packed_gpu.py.
 """
@@ -38,7 +38,8 @@ from tests.support.refusals import refuses
 def machine(request, on_numpy, monkeypatch):  # noqa: F811
     """The kernel on NumPy threads, whose copies land as late or as early as they may."""
     found = Machine(late=request.param == "late")
-    pl = types.SimpleNamespace(when=lambda condition: lambda run: run() if bool(condition) else None)
+    when = lambda condition: lambda run: run() if bool(condition) else None  # noqa: E731
+    pl = types.SimpleNamespace(when=when, ds=lambda start, size: slice(int(start), int(start) + size))
     monkeypatch.setattr(plain_vector_sm90, "pl", pl)
     for name, stub in {
         "simt": found.namespace(),
@@ -68,11 +69,19 @@ def run(problem, k_split, **options):
     return np.asarray(grouped_gemm_packed(*problem.args, **options))
 
 
-def check(kind, sizes, k_split, **options):
+def check(kind, sizes, k_split, block_m=1, **options):
     given: dict[str, Any] = dict(x_scale="row" if KINDS[kind][0].is_8bit else "none", out_dtype=jnp.float32)
     given |= options
-    problem = make_problem(kind, sizes, block_m=1, **given)
-    problem.assert_close(run(problem, k_split), packed_tolerance(kind, given["out_dtype"]))
+    problem = make_problem(kind, sizes, block_m=block_m, **given)
+    config = PackedVectorConfig(k_split, block_m=block_m)
+    found = run(problem, k_split, config=config)
+    problem.assert_close(found, packed_tolerance(kind, given["out_dtype"]))
+    if block_m == 1:
+        return
+    known = run(problem, k_split, config=config, tile_rows=problem.tile_rows)
+    is_used = problem.row_expert >= 0
+    np.testing.assert_array_equal(known[is_used], found[is_used])
+    assert np.isnan(known[~is_used].astype(np.float32)).all(), "other rows are left as they were"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,6 +97,22 @@ def test_formats(kind, machine):
 def test_gated_in_every_number_of_parts(kind, k_split, machine):
     """Columns of a CTA past N, which lie behind the array in its last row."""
     check(kind, [1, 2], k_split, k=704, n=72, spare_tiles=0, **GATED)
+
+
+@pytest.mark.parametrize(("block_m", "k_split"), [(4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sample(4)
+def test_few_rows(kind, block_m, k_split, machine):
+    """Whole tiles, a row by itself, an expert with two tiles; NaN in rows that are not in use."""
+    check(kind, [block_m, 0, 1, block_m + 1], k_split, block_m, k=5 * KINDS[kind][0].block_k, n=80)
+
+
+@pytest.mark.parametrize(("block_m", "k_split"), [(4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("kind", ["int4 g32", "int4 g128 asym", "nvfp4", "w4a8 int8 g128"])
+@pytest.mark.sample(3)
+def test_few_rows_gated(kind, block_m, k_split, machine):
+    """Rings that hold less than K; columns of a CTA past N; a bias, and a scale for each row."""
+    check(kind, [block_m - 1, 2], k_split, block_m, k=1408, n=72, spare_tiles=1, **GATED)
 
 
 @pytest.mark.parametrize("kind", ["int4 g128", "mxfp8", "w4a8 int8 channel asym"])
@@ -125,6 +150,26 @@ def test_one_token_in_all_tiles(x_scale, machine):
     apart = dataclasses.replace(problem, args=(jnp.repeat(x[:1], 3, 0), w, *tiles))
     one = dataclasses.replace(problem, args=(x[:1], w, *tiles))
     np.testing.assert_array_equal(run(one, 4, x_scale=own, block_m=1), run(apart, 4, x_scale=whole))
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["int4 g128", "w4a8 int8 g128"])
+def test_few_tokens_in_all_tiles(kind, tokens, machine):
+    """The same rows in every tile: the bits of tiles that have copies of them, with what those left out unwritten."""
+    is_8bit = KINDS[kind][0].is_8bit
+    options: dict[str, Any] = dict(k=640, n=80, block_m=4, spare_tiles=0, x_scale="row" if is_8bit else "none")
+    problem = make_problem(kind, [4, 4, 4], **options)
+    x, w, *tiles = problem.args
+    scale = problem.kwargs["x_scale"]
+    own, whole = (None, None) if scale is None else (scale[:4], jnp.tile(scale[:4], 3))
+    apart = dataclasses.replace(problem, args=(jnp.tile(x[:4], (3, 1)), w, *tiles))
+    few = dataclasses.replace(problem, args=(x[:tokens], w, *tiles))
+    config = PackedVectorConfig(2, block_m=4)
+    given: Any = dict(config=config, tile_rows=jnp.full(3, tokens, jnp.int32))
+    found = run(few, 2, x_scale=own, block_m=4, **given).reshape(3, 4, 80)
+    expected = run(apart, 2, x_scale=whole, config=config).reshape(3, 4, 80)
+    np.testing.assert_array_equal(found[:, :tokens], expected[:, :tokens])
+    assert np.isnan(found[:, tokens:].astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("kind", ["int4 g128", "nvfp4", "w4a8 int8 g128", "mxfp8"])
@@ -168,7 +213,9 @@ def test_describes_and_refuses():
         (dict(unpermuted_rows=2), PackedVectorConfig(4), "the same 2 rows"),
         (dict(num_experts=1, widths=(736, 32)), PackedVectorConfig(1), "multiples of the 64 columns of a CTA"),
         (dict(num_tokens=1, top_k=9, rows=9), PackedVectorConfig(4), "the sum of 9 rows: at most 8"),
-        (dict(num_tokens=2, top_k=4), PackedVectorConfig(4), "of one token, with no weights side by side"),
+        (dict(num_tokens=2, top_k=4), PackedVectorConfig(4), "of one token in tiles of one row, with no"),
+        (dict(num_tokens=1, top_k=8), PackedVectorConfig(4, block_m=4), "of one token in tiles of one row, with no"),
+        ({}, PackedVectorConfig(4, block_m=3), "block_m=3: one of 1, 4 rows"),
         (dict(num_tokens=1, top_k=8), PackedConfig(8, 4, 2, 3), "tiles of one row alone"),
     ):
         reason = config_error(dataclasses.replace(desc, **change), config)

@@ -19,7 +19,7 @@ from moe_jax.experts.hopper._plan import Plan, describe_products, layer_key, mak
 from moe_jax.experts.hopper._rows import kind_of, rounded_by_xla
 from moe_jax.quantization import ExpertWeights, QuantizedMatrix, method_for
 from pallas_kernels.common.device import hopper_sms
-from pallas_kernels.grouped_gemm import VectorConfig
+from pallas_kernels.grouped_gemm.packed import HEIGHTS
 from pallas_kernels.grouped_gemm.packed.format import FOLDED_RANGE
 from pallas_kernels.grouped_gemm.problem import ROW_BYTES
 from pallas_kernels.quantize_and_permute import PermuteConfig, PermuteDesc
@@ -82,8 +82,10 @@ class Hopper(KernelBackend):
         return layer_key(config, weights)
 
     def tuning_refusal(self, config: MoEConfig, num_tokens: int) -> str | None:
-        if make_plan(config, self._abstract_weights(config), num_tokens, self.name).block_m == VectorConfig.block_m:
-            return "multiplied as matrix times vector, in tiles of one row, which no table holds"
+        block_m = make_plan(config, self._abstract_weights(config), num_tokens, self.name).block_m
+        if block_m in HEIGHTS:
+            rows = "one row" if block_m == 1 else f"{block_m} rows"
+            return f"multiplied without wgmma, in tiles of {rows}, which no table holds"
         return None
 
     def _abstract_weights(self, config: MoEConfig) -> ExpertWeights:

@@ -24,7 +24,7 @@ from pallas_kernels.grouped_gemm import grouped_gemm
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm.api import side_by_side
 from pallas_kernels.grouped_gemm.config import BLOCK_MS, SMALL_M, SWAP_AB_BLOCK_MS
-from pallas_kernels.grouped_gemm.packed import PackedVectorConfig, grouped_gemm_packed
+from pallas_kernels.grouped_gemm.packed import grouped_gemm_packed
 from pallas_kernels.grouped_gemm.vector import VectorConfig, single_rows_refusal
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 
@@ -201,12 +201,13 @@ def choose_block_m(matrix: Matrices, num_tokens: int, out_dtype: DTypeLike) -> i
         may_swap = jnp.dtype(out_dtype).itemsize == 2
         heights = [height for height in SWAP_AB_BLOCK_MS if height <= SMALL_M] if may_swap else [BLOCK_MS[0]]
         return next((height for height in heights if height >= num_tokens), BLOCK_MS[-1])
-    if num_tokens == 1:
+    few = next((height for height in packed_gemm.HEIGHTS if height >= num_tokens), None)
+    if few is not None:
         operands = [kernel_operand(one.tensor) for one in each(matrix)]
-        descs = [packed_gemm.describe_call(1, operand, out_dtype, "row", None, None) for operand in operands]
+        descs = [packed_gemm.describe_call(few, operand, out_dtype, "row", None, None) for operand in operands]
         desc = side_by_side(descs, is_one=not isinstance(matrix, tuple))
-        if next(packed_gemm.candidates(desc, PackedVectorConfig.block_m, 1), None) is not None:
-            return PackedVectorConfig.block_m
+        if next(packed_gemm.candidates(desc, few, 1), None) is not None:
+            return few
     heights, operand = packed_gemm.BLOCK_MS, kernel_operand(first.tensor)
     wanted = next((h for h in heights if SMALL_M >= h >= num_tokens), packed_gemm.choose_block_m(float(num_tokens)))
     for block_m in reversed([height for height in heights if height <= wanted]):  # fewer where no kernel takes so many

@@ -22,6 +22,7 @@ from pallas_kernels.grouped_gemm.packed.config import (
 )
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.vector import (
+    HEIGHTS,
     PackedVectorConfig,
     describe_vector,
     vector_candidates,
@@ -71,8 +72,8 @@ def candidates(desc: PackedDesc, block_m: int, num_sms: int) -> Iterator[Any]:
     Scales of groups are applied to float32 partial sums first. From 80 rows on they are folded into the operands first,
     which needs scales of the operands' dtype; in lower tiles that is left for where accumulators leave no room.
     """
-    if block_m == PackedVectorConfig.block_m:
-        yield from vector_candidates(desc, num_sms)
+    if block_m in HEIGHTS:
+        yield from vector_candidates(desc, num_sms, block_m)
         return
     # With 128 rows and more, 16 measured 7% faster than 8 at 256 rows an expert (int4, H200).
     raster_group_m = 16 if block_m >= 128 else 8
@@ -114,9 +115,9 @@ def choose_config(desc: PackedDesc, block_m: int, num_sms: int) -> PackedConfig 
     with the reason.
     """
     found = list(candidates(desc, block_m, num_sms))
-    if block_m == PackedVectorConfig.block_m:
+    if block_m in HEIGHTS:
         if not found:
-            raise NotImplementedError(vector_error(desc, PackedVectorConfig(4)))
+            raise NotImplementedError(vector_error(desc, PackedVectorConfig(4, block_m=block_m)))
         return found[0]
     if not found:
         smallest = PackedConfig(block_m, 2 if block_m in LARGE_M else 1, 1, 2, num_sms=num_sms)

@@ -1,7 +1,6 @@
-"""How tiles of one row of packed weights are run on Hopper (``PackedVectorConfig``): matrix times vector (GEMV)."""
+"""How tiles of a few rows of packed weights are run on Hopper without TMA and wgmma (``PackedVectorConfig``)."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -11,6 +10,8 @@ from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 
 CHANNELS = 16  # of a warp: the rows of one mma.sync
 ROW_PIECES = 8  # of 16 bytes of a row of x, with which a block is multiplied
+FEW_ROWS = 4
+HEIGHTS = (1, FEW_ROWS)  # rows of a tile
 _RING_BYTES = 32 << 10  # of a warpgroup: six of an SM have room for that
 _RING_BYTES_OF_MANY = 24 << 10  # eight have
 _MANY, _BLOCKS_OF_MANY = 2.5, 4  # warpgroups an SM, from which on each warp has so few blocks under way
@@ -21,17 +22,18 @@ MOST_ROWS = 8  # of a token that are added up, by a warpgroup each: at 64 regist
 
 @dataclasses.dataclass(frozen=True)
 class PackedVectorConfig:
-    """Each warp of a warpgroup multiplies 16 channels of every projection with its part of one row.
+    """Each warp of a warpgroup multiplies 16 channels of every projection with its part of a tile's rows.
 
     A CTA is one warpgroup, or one for each row of a token, which it adds up.
 
     k_split: how many warps share their channels, each with its part of K.
     most_blocks: of K that a warp has under way, if these are not all; None for as many as there is room for.
+    block_m: rows of a tile, one of ``HEIGHTS``.
     """
 
     k_split: int
     most_blocks: int | None = None
-    block_m: ClassVar[int] = 1
+    block_m: int = 1
 
     @property
     def block_n(self) -> int:
@@ -72,7 +74,7 @@ def ring_of(desc: PackedDesc, config: PackedVectorConfig) -> Ring:
     scales = number * jnp.dtype(desc.scale_dtype).itemsize if fmt.scale == "group" else 0
     zeros = number * jnp.dtype(fmt.operand).itemsize if fmt.has_zero_point else 0
     steps = -(-(desc.k // fmt.block_k) // config.k_split)
-    of_slot = WARPS * 16 * (desc.projections * (words + scales + zeros) + ROW_PIECES)
+    of_slot = WARPS * 16 * (desc.projections * (words + scales + zeros) + ROW_PIECES * config.block_m)
     room = (_RING_BYTES_OF_MANY if desc.top_k or config.most_blocks else _RING_BYTES) // of_slot
     if room < steps:
         room = max(3, min(room, config.most_blocks or room))
@@ -86,15 +88,17 @@ def vector_error(desc: PackedDesc, config: PackedVectorConfig) -> str | None:
         return reason
     if config.k_split not in _SPLITS:
         return f"k_split={config.k_split}: one of {', '.join(map(str, sorted(_SPLITS)))} warps share K"
-    if desc.unpermuted_rows > 1:
-        return f"the same {desc.unpermuted_rows} rows in every tile: a tile has 1"
+    if config.block_m not in HEIGHTS:
+        return f"block_m={config.block_m}: one of {', '.join(map(str, HEIGHTS))} rows"
+    if desc.unpermuted_rows > config.block_m:
+        return f"the same {desc.unpermuted_rows} rows in every tile: a tile has {config.block_m}"
     if any(start % config.block_n for start in desc.starts):
         widths = ", ".join(map(str, desc.widths))
         return f"weights of {widths} columns side by side: multiples of the {config.block_n} columns of a CTA"
     if desc.top_k and desc.rows > MOST_ROWS:
         return f"the sum of {desc.rows} rows: at most {MOST_ROWS}, a warpgroup each"
-    if desc.top_k and (desc.num_tokens > 1 or desc.widths):
-        return "the sum of rows: of one token, with no weights side by side"
+    if desc.top_k and (desc.num_tokens > 1 or desc.widths or config.block_m > 1):
+        return "the sum of rows: of one token in tiles of one row, with no weights side by side"
     return None
 
 
@@ -111,9 +115,9 @@ def adds_up_at_once(desc: PackedDesc, num_sms: int) -> bool:
     return of_sm <= MOST_ROWS // desc.rows and ctas >= (0.45 if of_sm == 1 else 0.9) * of_sm * num_sms
 
 
-def vector_candidates(desc: PackedDesc, num_sms: int) -> list[PackedVectorConfig]:
-    """Configurations that can run ``desc``, preferred ones first: as many warps share K as have two blocks each, and
-    two, not four, where gate and up projections would leave few CTAs for a second round.
+def vector_candidates(desc: PackedDesc, num_sms: int, block_m: int = 1) -> list[PackedVectorConfig]:
+    """Configurations that can run ``desc`` in tiles of ``block_m`` rows, preferred ones first: as many warps share K as
+    have two blocks each, and two, not four, where gate and up projections would leave few CTAs for a second round.
 
     Those of DeepSeek-V3, 1024 CTAs with four warps and 512 with two, take 0.91 to 0.95 of the time with two (H200).
     Where SMs have several warpgroups, more blocks than four under way delay the first one: four take 0.87 to 1.01 of
@@ -122,14 +126,14 @@ def vector_candidates(desc: PackedDesc, num_sms: int) -> list[PackedVectorConfig
 
     def of_sm(k_split: int) -> float:
         """Warpgroups."""
-        return desc.rows * -(-desc.n // PackedVectorConfig(k_split).block_n) / num_sms
+        return desc.rows // block_m * -(-desc.n // PackedVectorConfig(k_split).block_n) / num_sms
 
     def is_second_choice(k_split: int) -> bool:
         is_ragged = desc.projections > 1 and k_split == 4 and 1 < of_sm(k_split) / _AT_ONCE < 1.5
         return is_ragged or desc.k < 2 * k_split * desc.fmt.block_k
 
     found = [
-        PackedVectorConfig(k_split, _BLOCKS_OF_MANY if of_sm(k_split) >= _MANY else None)
+        PackedVectorConfig(k_split, _BLOCKS_OF_MANY if of_sm(k_split) >= _MANY else None, block_m)
         for k_split in sorted(_SPLITS, key=is_second_choice)
     ]
     return [config for config in found if vector_error(desc, config) is None]
@@ -137,7 +141,8 @@ def vector_candidates(desc: PackedDesc, num_sms: int) -> list[PackedVectorConfig
 
 def describe_vector(desc: PackedDesc, config: PackedVectorConfig) -> str:
     """What follows the weights in the line for ``explain``."""
-    ctas = (1 if desc.top_k else desc.rows) * -(-desc.n // config.block_n)
+    ctas = (1 if desc.top_k else desc.rows // config.block_m) * -(-desc.n // config.block_n)
     which = f", which add up {desc.top_k} rows" if desc.top_k else ""
     parts = f", K in {config.k_split} parts" if config.k_split > 1 else ""
-    return f"matrix times vector, {desc.projections} x {CHANNELS} channels a warp{parts}, {ctas} CTAs{which}"
+    what = "matrix times vector" if config.block_m == 1 else f"{config.block_m} rows"
+    return f"{what}, {desc.projections} x {CHANNELS} channels a warp{parts}, {ctas} CTAs{which}"

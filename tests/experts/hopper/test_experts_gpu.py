@@ -23,7 +23,7 @@ from tests.support.cases.gpu_layers import (
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 129, 2048])
+@pytest.mark.parametrize("tokens", [1, 3, 7, 16, 129, 2048])
 @pytest.mark.parametrize("scheme", WITH_KERNELS)
 def test_every_scheme(scheme, tokens):
     """Biases with every second scheme."""

@@ -31,6 +31,7 @@ from pallas_kernels.grouped_gemm.packed import candidates as packed_candidates
 from pallas_kernels.grouped_gemm.packed.dense_config import DenseDesc
 from pallas_kernels.grouped_gemm.packed.dense_sm90 import dequantize_sm90
 from pallas_kernels.grouped_gemm.packed.heuristics import choose_config as choose_packed_config
+from pallas_kernels.grouped_gemm.packed.vector import HEIGHTS, vector_candidates
 from pallas_kernels.grouped_gemm.wgrad import WgradDesc
 from pallas_kernels.grouped_gemm.wgrad import candidates as wgrad_candidates
 from pallas_kernels.grouped_gemm.wgrad.kernel_sm90 import grouped_wgrad_sm90
@@ -594,7 +595,8 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig | PackedVector
             (_, *shape), dtype = shapes[own]
             shapes[f"{own}{end}"] = (-(-n // 64), *shape), dtype
     if isinstance(config, PackedVectorConfig):
-        name = f"grouped_gemm_packed of single rows, {name}, K in {config.k_split} parts"
+        rows = "single rows" if config.block_m == 1 else f"{config.block_m} rows"
+        name = f"grouped_gemm_packed of {rows}, {name}, K in {config.k_split} parts"
         name += f", {desc.top_k} added up" * bool(desc.top_k)
         return _case_of_operands(name, desc, config, shapes, None)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA")
@@ -617,7 +619,7 @@ def packed_cases() -> Iterator[Case]:
 
 
 def packed_vector_cases() -> Iterator[Case]:
-    """Tiles of one row: each format alone and gated with a bias, K in every number of parts; short and long rows."""
+    """Tiles of few rows: each format alone and gated with a bias, K in every number of parts; short and long rows."""
     for name, options in PACKED.items():
         for gated in (dict(bias_dtype="bfloat16", **_GATED), {}):
             desc = dataclasses.replace(_PACKED_BASE, **options, **gated)
@@ -626,6 +628,11 @@ def packed_vector_cases() -> Iterator[Case]:
                 found = list(packed_candidates(sized, 1, H200_SMS))
                 for config in found if k == 768 and name == "int4 g128" else found[:1]:
                     yield packed_case(f"{name}{' gated' if gated else ''}, K {sized.k}", sized, config)
+                for block_m in HEIGHTS[1:] if k != 512 else ():
+                    few = dataclasses.replace(sized, rows=8 * block_m, has_tile_rows=True)
+                    found_few = vector_candidates(few, H200_SMS, block_m)
+                    for config in found_few if k == 768 and name == "int4 g128" else found_few[:1]:
+                        yield packed_case(f"{name}{' gated' if gated else ''}, K {k}", few, config)
                 if not gated:
                     adding = dataclasses.replace(sized, num_tokens=1, top_k=8, shared_dtype="bfloat16")
                     yield packed_case(f"{name}, K {k}", adding, found[0])
