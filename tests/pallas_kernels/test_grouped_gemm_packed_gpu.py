@@ -5,7 +5,6 @@ Outputs land in memory that held NaN before, so that a cell nobody wrote shows; 
 """
 
 import dataclasses
-import dataclasses
 import itertools
 from typing import Any
 
@@ -139,8 +138,8 @@ def test_few_rows_gated_with_bias(kind, block_m):
 )
 @pytest.mark.parametrize("block_m", [1, 4])
 def test_few_rows(kind, k, block_m):
-    """Rings that hold a warp's part of K and rings that do not; a last block that K does not fill. Of tiles whose rows in
-    use are known the others are left."""
+    """Rings that hold a warp's part of K and rings that do not; a last block that K does not fill. Rows that are known
+    not to be in use are left."""
     problem = make_problem(kind, [3, 0, 1, 6], k=k, n=208, block_m=block_m, x_scale="row")
     counted = dataclasses.replace(problem, kwargs=problem.kwargs | dict(tile_rows=problem.tile_rows))
     is_used = problem.row_expert >= 0

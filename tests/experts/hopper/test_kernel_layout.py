@@ -186,8 +186,8 @@ def test_lowers_for_hopper_and_says_how(name):
         text = explain(config, packed, 7, platform="gpu")
         plain = explain(config, weights, 7, platform="gpu")
     # align, two products, combine; a launch that permutes where columns have an order of each expert, one that
-    # requantizes for W4A8, whose tokens one launch aligns and moves. NVFP4 rows of 160 columns are too short for the row
-    # kernel: XLA rounds and moves them.
+    # requantizes for W4A8, whose tokens one launch aligns and moves. NVFP4 rows of 160 columns are too short for the
+    # row kernel: XLA rounds and moves them.
     assert found == {"nvfp4_dynamic": 4}.get(name, 5)
     assert "implementation: hopper" in text and "weights unpacked to" in text
     assert ("rounded to their format's grid" in text) == (name == "nvfp4_dynamic")
