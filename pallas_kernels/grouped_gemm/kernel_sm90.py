@@ -1,6 +1,7 @@
 """Grouped GEMM on Hopper: one persistent CTA per SM, a producer warpgroup and one to four consumers.
 
-Tiles of one row have kernels of their own (vector_sm90.py, packed/vector_sm90.py).
+Tiles of one row have kernels of their own (vector_sm90.py), and so have tiles of four of packed weights
+(packed/vector_sm90.py).
 
 The scheduler walks the tiles, the pipeline keeps the ring full, the epilogue stores; the main loops differ in where the
 operands of wgmma come from:

@@ -168,7 +168,8 @@ def _are_few(key: PackedLayerKey, num_tokens: int) -> bool:
         return num_tokens > 1
     if key.operand == "int8":
         return num_tokens <= 8 or (num_tokens <= 16 and _rows_of_hit(num_tokens, key) <= 1.6)
-    return num_tokens <= 8 and max(key.hidden_size, key.intermediate_size) <= 2048
+    is_small = max(key.hidden_size, key.intermediate_size) <= 2048
+    return is_small and num_tokens <= 8 and key.operand != "float8_e4m3fn"
 
 
 def _vectors_of_shard(config: MoEConfig, weights: ExpertWeights, desc: Any) -> PackedVectorConfig:

@@ -71,8 +71,8 @@ def grouped_gemm_packed(
             Scales of rows are then those of one tile, (block_m,), of any value past T.
         tile_rows: (Mp / block_m,) int32, rows in use of each tile: the others may then be neither read nor written.
         row_of, slot_weights, shared: as ``grouped_gemm`` has them, for the sum of each token's rows, (T, N).
-        config: PackedConfig of the hopper implementation, or PackedVectorConfig for tiles of one row, MmaConfig of the
-            portable one; chosen when None.
+        config: PackedConfig of the hopper implementation, or PackedVectorConfig for tiles of 1 and 4 rows, MmaConfig of
+            the portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype; rows of tiles from num_tiles on, and rows past tile_rows, are unspecified. Raises
