@@ -98,7 +98,9 @@ def _layers(args: argparse.Namespace, mesh: dict[str, int]) -> Iterator[_Layer]:
             raise ValueError(f"--mesh leaves {config.num_experts} experts on a device, fewer than top_k={config.top_k}")
         name = f"{config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}"
         backend = first_choice(config, "gpu")
-        refusal = functools.partial(backend.tuning_refusal, config)
+        # Layers on a mesh pin their tiles, so that those of any number of tokens come from the table.
+        as_it_runs = dataclasses.replace(config, pinned_tokens=1) if max(mesh.values()) > 1 else config
+        refusal = functools.partial(backend.tuning_refusal, as_it_runs)
         yield _Layer(backend.tuning_key(config), f"{name} in {config.scheme.name},", refusal)
 
 

@@ -30,14 +30,14 @@ def held():
 
 @pytest.mark.slow
 def test_a_shape_in_two_schemes(run, capsys, tmp_path):
-    arguments = ("--model", "8,2,512,256", "--scheme", "fp8_channel,w4a16_g128", "--tokens", "16,2")
+    arguments = ("--model", "8,2,512,256", "--scheme", "fp8_channel,w4a16_g128", "--tokens", "16,9")
     assert run(*arguments) == 0
     assert user_path("NVIDIA H200").is_relative_to(tmp_path / "cache" / "moe_jax")
     keys = {
         LayerKey(8, 2, 512, 256, **FORMATS["fp8_channel"]),
         PackedLayerKey(8, 2, 512, 256, **PACKED_FORMATS["int4_g128_f32"]),
     }
-    assert {(entry.key, entry.tokens) for entry in held()} == {(key, tokens) for key in keys for tokens in (2, 16)}
+    assert {(entry.key, entry.tokens) for entry in held()} == {(key, tokens) for key in keys for tokens in (9, 16)}
     out = capsys.readouterr().out
     assert "8 experts of 512 x 256 in fp8_channel, 16 tokens: " in out and "4 of 4 measured on NVIDIA H200" in out
     assert run(*arguments) == 0
@@ -60,11 +60,24 @@ def test_one_token_in_tiles_of_one_row(run, capsys):
     assert {(type(entry.key), entry.tokens) for entry in held()} == {(LayerKey, 1)}
 
 
+def test_few_tokens_of_packed_weights(run, capsys):
+    few = ("--model", "128,8,512,256", "--scheme", "w4a16_g128", "--tokens", "4,8,9")
+    assert run(*few) == 0
+    out = capsys.readouterr().out
+    for tokens in (4, 8):
+        assert f"{tokens} tokens: not measured: multiplied without wgmma, in tiles of 4 rows, which no table" in out
+    assert [entry.tokens for entry in held()] == [9]
+
+
 def test_a_shard_of_a_mesh(run):
-    shape = ("--model", "8,2,512,256", "--scheme", "bf16", "--tokens", "16")
+    """Its layers pin their tiles: they have no tiles of one or four rows."""
+    shape = ("--model", "8,2,512,256", "--scheme", "bf16,w4a16_g128", "--tokens", "1,2,16")
     assert run(*shape, "--mesh", "expert=4,tensor=2") == 0
-    (entry,) = held()
-    assert entry.key == LayerKey(2, 2, 512, 128, **FORMATS["bf16"])
+    keys = (
+        LayerKey(2, 2, 512, 128, **FORMATS["bf16"]),
+        PackedLayerKey(2, 2, 512, 128, **PACKED_FORMATS["int4_g128_f32"]),
+    )
+    assert {(entry.key, entry.tokens) for entry in held()} == {(key, tokens) for key in keys for tokens in (1, 2, 16)}
 
 
 def test_the_layers_of_a_checkpoint(run, tmp_path, checkpoint):

@@ -127,17 +127,26 @@ def test_last_block_past_k(kind, machine):
     check(kind, [1], 4, k=80, n=16)
 
 
-def test_weights_side_by_side(machine):
+@pytest.mark.parametrize(("block_m", "rows"), [(1, 1), (4, 4), (4, 3)])
+def test_weights_side_by_side(block_m, rows, machine):
     parts = [
-        make_problem("int4 g128", [1], k=128, n=n, block_m=1, spare_tiles=0, seed=n, bias="float32") for n in (80, 48)
+        make_problem("int4 g128", [rows], k=128, n=n, block_m=block_m, spare_tiles=0, seed=n, bias="float32")
+        for n in (80, 48)
     ]
     x, _, *tiles = parts[0].args
-    options: Any = dict(config=PackedVectorConfig(4), implementation="hopper", out_dtype=jnp.float32)
+    config = PackedVectorConfig(4, block_m=block_m)
+    options: Any = dict(config=config, implementation="hopper", out_dtype=jnp.float32)
     weights, biases = tuple(p.args[1] for p in parts), tuple(p.kwargs["bias"] for p in parts)
     found = grouped_gemm_packed(x, weights, *tiles, bias=biases, **options)
     apart = [grouped_gemm_packed(x, w, *tiles, bias=b, **options) for w, b in zip(weights, biases, strict=True)]
     np.testing.assert_array_equal(np.asarray(found), np.concatenate(apart, axis=1))
     parts[0].assert_close(np.asarray(apart[0]), packed_tolerance("int4 g128", jnp.float32))
+
+
+@pytest.mark.parametrize("k_split", [1, 4])
+def test_few_rows_with_one_scale(k_split, machine):
+    """In one and two passes over the rows that threads store."""
+    check("int4 channel", [4, 0, 3], k_split, 4, k=320, n=80, x_scale="tensor")
 
 
 @pytest.mark.parametrize("x_scale", ["none", "tensor", "row"])
@@ -257,6 +266,9 @@ def test_ring():
             ring = vector.ring_of(dataclasses.replace(desc, **changes), config)
             assert (ring.steps, ring.slots) == (steps, slots), changes
             assert ring.ahead == slots - (slots < steps)
+    # Four rows: slots of 4224 and 6400 bytes, of which 32 KiB hold 7 and 5.
+    for changes, slots in ((dict(k=1792), 7), (dict(k=2048), 7), ({"k": 1280, **gated}, 5), ({"k": 7168, **gated}, 5)):
+        assert vector.ring_of(dataclasses.replace(desc, **changes), PackedVectorConfig(4, block_m=4)).slots == slots
 
 
 def test_rounds():
@@ -279,6 +291,11 @@ def test_rounds():
     ):
         assert choose_config(dataclasses.replace(desc, **changes), 1, 132) == expected, changes
     assert choose_config(dataclasses.replace(desc, **gated), 1, 264) == PackedVectorConfig(4, 4)  # 1024 of 1848
+    # Eight tiles of four rows are as many CTAs as eight of one.
+    for changes in (gated, dict(n=656, **gated)):
+        few, one = (dataclasses.replace(desc, rows=rows, **changes) for rows in (32, 8))
+        expected = dataclasses.replace(choose_config(one, 1, 132), block_m=4)
+        assert choose_config(few, 4, 132) == expected
 
 
 _GATED_DESC: dict[str, Any] = dict(projections=2, activation=Activation("silu"), bias_dtype="bfloat16")

@@ -162,14 +162,15 @@ def make_plan(
 def _are_few(key: PackedLayerKey, num_tokens: int) -> bool:
     """Whether tiles of ``FEW_ROWS``, which are multiplied without wgmma, are faster than the table's.
 
-    Whole layers of four models take 0.63 to 1.04 of the time (H200, few_rows_h200.txt).
+    Whole layers take 0.62 to 1.04 of the time where this says so, and up to 1.59 elsewhere (H200, few_rows_h200.txt).
     """
     if num_tokens <= packed_gemm.FEW_ROWS:
         return num_tokens > 1
+    rows = _rows_of_hit(num_tokens, key)
     if key.operand == "int8":
-        return num_tokens <= 8 or (num_tokens <= 16 and _rows_of_hit(num_tokens, key) <= 1.6)
+        return (num_tokens <= 8 and rows <= 2.3) or (num_tokens <= 16 and rows <= 1.6)
     is_small = max(key.hidden_size, key.intermediate_size) <= 2048
-    return is_small and num_tokens <= 8 and key.operand != "float8_e4m3fn"
+    return is_small and num_tokens <= 8 and rows <= 1.6 and key.operand != "float8_e4m3fn"
 
 
 def _vectors_of_shard(config: MoEConfig, weights: ExpertWeights, desc: Any) -> PackedVectorConfig:

@@ -3,6 +3,7 @@ for CUDA, and what explain says. The packed kernel itself: tests/pallas_kernels/
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from moe_jax.experts import explain, fused_experts
 from moe_jax.experts._choice import in_best_layout
 from moe_jax.experts.hopper import Hopper
 from moe_jax.experts.hopper import _experts as hopper_experts
+from moe_jax.experts.hopper import _plan as hopper_plan
 from moe_jax.experts.hopper._kernel_layout import (
     in_kernel_layout,
     is_kernel_layout,
@@ -22,6 +24,7 @@ from moe_jax.experts.hopper._kernel_layout import (
     to_plain_layout,
 )
 from moe_jax.quantization import SCHEMES, Scheme, method_for
+from pallas_kernels.tuning import PACKED_FORMATS, PackedLayerKey
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.case import launches
 
@@ -185,10 +188,9 @@ def test_lowers_for_hopper_and_says_how(name):
         found = launches(lambda x, p, ids, w: Hopper().run(x, p, ids, w, config), x, *slots, packed)
         text = explain(config, packed, 7, platform="gpu")
         plain = explain(config, weights, 7, platform="gpu")
-    # align, two products, combine; a launch that permutes where columns have an order of each expert, one that
-    # requantizes for W4A8, whose tokens one launch aligns and moves. NVFP4 rows of 160 columns are too short for the
-    # row kernel: XLA rounds and moves them.
-    assert found == {"nvfp4_dynamic": 4}.get(name, 5)
+    # align, permute, two products, combine; for W4A8 also the requantization between the products. NVFP4 rows of
+    # 160 columns are too short for the row kernel: XLA rounds and moves them.
+    assert found == {"w4a8_int8": 6, "nvfp4_dynamic": 4}.get(name, 5)
     assert "implementation: hopper" in text and "weights unpacked to" in text
     assert ("rounded to their format's grid" in text) == (name == "nvfp4_dynamic")
     assert ("act-order: columns of each row gathered" in text) == (name == "w4a16_g64_actorder")
@@ -201,7 +203,7 @@ def test_few_rows_an_expert_have_low_tiles(name):
     config, weights = make_weights(name, has_bias=True)
     packed = jax.eval_shape(lambda w: to_kernel_layout(w, config), weights)
     with on_hopper():
-        for tokens, height in ((2, 4), (8, 4), (13, 16)):
+        for tokens, height in ((2, 4), (6, 8), (13, 16)):
             text = explain(config, packed, tokens, platform="gpu")
             assert text.count(f"; {height} rows") == text.count("by the heuristic") == 2, text
 
@@ -230,3 +232,28 @@ def test_pinned_configurations_do_not_follow_the_call():
         free = dataclasses.replace(config, pinned_tokens=None)
         assert explain(free, packed, 1, "gpu") != explain(free, packed, 4096, "gpu").replace("4096 tokens", "1 tokens")
     assert len(plans) == 1 and str(plans).count("pinned to 64 tokens") == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fmt", "tokens", "expected"),
+    [
+        ((128, 8, 2048, 768), "int4_g128", (0, 1, 2, 4, 8, 9), (False, False, True, True, True, False)),
+        ((128, 4, 2880, 2880), "int4_g128", (2, 4, 5), (True, True, False)),  # too large
+        ((8, 2, 2048, 2048), "nvfp4", (4, 5), (True, False)),  # 1.7 rows of an expert that is hit
+        ((128, 8, 2048, 768), "mxfp4_fp8", (4, 8), (True, False)),
+        ((8, 2, 4096, 14336), "int4_int8", (4, 8, 9), (True, True, False)),
+        ((8, 8, 4096, 14336), "int4_int8", (4, 5), (True, False)),  # every expert has all tokens
+        ((128, 4, 2880, 2880), "int4_int8", (16, 17), (True, False)),
+    ],
+)
+def test_which_layers_have_tiles_of_four_rows(sizes, fmt, tokens, expected):
+    key = PackedLayerKey(*sizes, **PACKED_FORMATS[fmt])
+    assert tuple(hopper_plan._are_few(key, count) for count in tokens) == expected
+
+
+def test_pinned_layers_have_no_tiles_of_four_rows():
+    for pinned, height in ((None, 4), (3, 8)):
+        config, weights = make_weights("w4a16_g64", pinned_tokens=pinned)
+        packed = jax.eval_shape(functools.partial(to_kernel_layout, config=config), weights)
+        assert hopper_plan.make_plan(config, packed, 3, "reference").block_m == height
+        assert hopper_plan.make_plan(config, packed, 3, "reference", are_quantized=True).block_m == 8

@@ -33,9 +33,6 @@ def layer(scheme, **options):
     return config, weights, to_kernel_layout(weights, config) if is_packed else weights
 
 
-WIDE = 2112  # packed layers of 5 to 8 tokens are moved to tiles of four rows where they are narrower
-
-
 def plan_of(config, weights, tokens, kernels, unpermuted):
     """A plan that leaves tokens where they are, or moves them."""
     plan = hopper_plan.make_plan(config, weights, tokens, kernels, may_stay=unpermuted)
@@ -57,13 +54,14 @@ def compiled(config, arguments, unpermuted, kernels="reference"):
         ("bf16", 1, {}),
         ("bf16", 16, dict(has_bias=True)),
         ("bf16", 6, dict(dtype="float16", is_act_and_mul=False, activation="relu2")),
-        ("w4a16_g32_asym", 8, dict(has_bias=True, hidden_size=WIDE)),
-        ("w4a16_g32_asym", 3, dict(has_bias=True)),
-        ("nvfp4_a16", 5, dict(hidden_size=WIDE)),
+        ("w4a16_g32_asym", 8, dict(has_bias=True)),
+        ("w4a16_g32_asym", 3, dict(has_bias=True)),  # in tiles of four rows
+        ("nvfp4_a16", 5, {}),
         ("fp8_channel", 5, dict(has_bias=True)),
         ("fp8_tensor_static", 8, {}),
         ("int8_w8a8", 1, {}),
         ("fp8_block", 3, {}),
+        ("w4a8_int8", 6, {}),
         ("w4a8_int8", 4, {}),
     ],
 )
@@ -73,12 +71,11 @@ def test_bits_are_those_of_moved_rows(scheme, tokens, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 8, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 5, 8, 16])
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16_g128", "w4a16_g32_asym", "nvfp4_a16", "mxfp4_a16", "w8a16_g64_asym"])
 def test_bits_on_gpu(scheme, tokens):
-    hidden = WIDE if tokens in (5, 8) else 544
     for intermediate in (288, 1024):
-        found = layer(scheme, hidden_size=hidden, intermediate_size=intermediate, has_bias=tokens == 5)
+        found = layer(scheme, hidden_size=544, intermediate_size=intermediate, has_bias=tokens == 5)
         check_bits(found, tokens, "hopper")
 
 
@@ -86,13 +83,10 @@ QUANTIZED = ("fp8_channel", "fp8_tensor_static", "int8_w8a8", "fp8_block", "fp8_
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("scheme", "tokens"),
-    # int8 beside packed weights has tiles of four rows up to 8 tokens, which are moved from 5 on.
-    [(s, t) for s in QUANTIZED for t in ((1, 2, 3, 4, 16) if s == "w4a8_int8" else (1, 3, 5, 8, 16))],
-)
+@pytest.mark.parametrize("tokens", [1, 3, 6, 8, 16])
+@pytest.mark.parametrize("scheme", QUANTIZED)
 def test_quantized_bits_on_gpu(scheme, tokens):
-    found = layer(scheme, hidden_size=640, intermediate_size=288, has_bias=tokens == 5)
+    found = layer(scheme, hidden_size=640, intermediate_size=288, has_bias=tokens == 6)
     check_bits(found, tokens, "hopper")
     check_bits_from_logits(found, tokens, "hopper")
 
@@ -149,8 +143,7 @@ def check_bits(found, tokens, kernels="reference"):
     ("scheme", "tokens", "expected"),
     [
         ("bf16", 16, True),
-        ("w8a16_g64_asym", 4, True),
-        ("w8a16_g64_asym", 8, False),  # in tiles of four rows
+        ("w8a16_g64_asym", 8, True),
         ("mxfp4_a16", 3, True),
         ("bf16", 0, False),
         ("bf16", 9, False),  # no whole boxes
