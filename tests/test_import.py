@@ -117,7 +117,7 @@ def test_modules_are_there_without_an_import_of_their_own():
         (
             "grouped_gemm_packed",
             "grouped_gemm.packed",
-            {"BLOCK_N", "FEW_ROWS", "HEIGHTS", "PackedVectorConfig", "adds_up_at_once", "dequantize_packed"}
+            {"BLOCK_N", "HEIGHTS", "PackedVectorConfig", "adds_up_at_once", "dequantize_packed"}
             | {"stacked_projections"},
         ),
     ],

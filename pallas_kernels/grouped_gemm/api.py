@@ -16,6 +16,7 @@ from pallas_kernels.common.device import hopper_sms
 from pallas_kernels.common.implementations import check_config, first_that_runs
 from pallas_kernels.common.rows import check_unpermuted_rows, in_every_tile, scales_in_every_tile
 from pallas_kernels.grouped_gemm.config import GemmConfig, config_error
+from pallas_kernels.grouped_gemm.few_rows import FewRowsConfig
 from pallas_kernels.grouped_gemm.heuristics import choose_config
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, GemmDesc, GroupedGemm
 from pallas_kernels.grouped_gemm.reference import grouped_gemm_ref
@@ -92,8 +93,8 @@ def grouped_gemm(
         row_of: (T, top_k) int32; with it the result is (T, N), for each token the sum of these rows times
             ``slot_weights``, (T, top_k) float, and of ``shared``, (T, N) or None, as ``combine`` makes it, of rows that
             are not rounded first. The Hopper kernel of tiles of one row does that for T = 1.
-        config: GemmConfig of the hopper implementation, or VectorConfig for tiles of one row, MmaConfig of the portable
-            one; chosen when None.
+        config: GemmConfig of the hopper implementation, VectorConfig for tiles of one row, FewRowsConfig for those of
+            four, or MmaConfig of the portable one; chosen when None.
         implementation: "hopper", "portable" or "reference", or several in the order to try; all when None.
 
     Returns (Mp, N) out_dtype, or codes, or (codes, scales). Rows of tiles from num_tiles on, and rows that are not in
@@ -257,7 +258,7 @@ def flattened(operands: Operands) -> Operands:
 
 
 def _run_hopper(desc: GemmDesc, config: Any, operands: Operands) -> Any:
-    check_config(config, GemmConfig, VectorConfig)
+    check_config(config, GemmConfig, VectorConfig, FewRowsConfig)
     block_m = check_block_m(config, operands, desc.rows)
     config = config or choose_config(desc, block_m, hopper_sms())
     if reason := config_error(desc, config):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.common.rows import unpermuted_rows_error
 from pallas_kernels.common.sm90 import REDUCTION_BYTES, SMEM_BYTES, TMA_ALIGN, TMA_BOX, smem_bytes, swizzle_bytes
+from pallas_kernels.grouped_gemm.few_rows import FewRowsConfig, few_rows_error
 from pallas_kernels.grouped_gemm.problem import SCALE_GROUP, TRANSPOSED_UNIT, GemmDesc, GroupedGemm
 from pallas_kernels.grouped_gemm.vector import VectorConfig, vector_error
 
@@ -227,10 +228,12 @@ def ring_error(num_stages: int, needed: int) -> str | None:
     return None
 
 
-def config_error(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str | None:
+def config_error(desc: GemmDesc, config: GemmConfig | VectorConfig | FewRowsConfig) -> str | None:
     """Why ``config`` cannot run ``desc``, or None when it can."""
     if isinstance(config, VectorConfig):
         return vector_error(desc, config)
+    if isinstance(config, FewRowsConfig):
+        return few_rows_error(desc, config)
     if reason := desc.unsupported():
         return reason
     if desc.quantization != "none":

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from pallas_kernels.common.sm90 import SMEM_BYTES
+from pallas_kernels.grouped_gemm.columns import FEW_ROWS
 from pallas_kernels.grouped_gemm.config import (
     BLOCK_MS,
     SMALL_M,
@@ -14,6 +15,12 @@ from pallas_kernels.grouped_gemm.config import (
     config_error,
     least_chunk,
     shared_memory,
+)
+from pallas_kernels.grouped_gemm.few_rows import (
+    FewRowsConfig,
+    describe_few_rows,
+    few_rows_candidates,
+    few_rows_error,
 )
 from pallas_kernels.grouped_gemm.problem import GemmDesc, GroupedGemm
 from pallas_kernels.grouped_gemm.vector import VectorConfig, describe_vector, vector_candidates, vector_error
@@ -164,6 +171,8 @@ def candidates(desc: GemmDesc, block_m: int, num_sms: int) -> list[Any]:
     """Configurations that can run ``desc`` in tiles of ``block_m`` rows and are worth timing, preferred ones first."""
     if block_m == VectorConfig.block_m:
         return vector_candidates(desc, num_sms)
+    if block_m == FEW_ROWS:
+        return few_rows_candidates(desc)
     return [c for c in space(desc, block_m, num_sms) if refusal(desc, c) is None]
 
 
@@ -180,16 +189,19 @@ def in_clusters(desc: GemmDesc, found: Iterable[GemmConfig]) -> list[GemmConfig]
     return [pair for pair in pairs if config_error(desc, pair) is None]
 
 
-def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig | VectorConfig:
+def choose_config(desc: GemmDesc, block_m: int, num_sms: int) -> GemmConfig | VectorConfig | FewRowsConfig:
     """The candidate that needs the fewest columns one after another: rounds of the machine times columns a tile, of
     which each sharer counts a part.
 
     Of near equals the first. Raises NotImplementedError with the reason where there is no candidate.
     """
     found = candidates(desc, block_m, num_sms)
-    if block_m == VectorConfig.block_m:
+    if block_m in (VectorConfig.block_m, FEW_ROWS):
         if not found:
-            raise NotImplementedError(vector_error(desc, VectorConfig(1)))
+            is_one = block_m == VectorConfig.block_m
+            raise NotImplementedError(
+                vector_error(desc, VectorConfig(1)) if is_one else few_rows_error(desc, FewRowsConfig(4))
+            )
         return found[0]
     if not found:
         smallest = GemmConfig(block_m, 64, 2, num_sms=num_sms, swap_ab=block_m < 64)
@@ -250,10 +262,12 @@ def _expected(desc: GroupedGemm, block_m: int) -> tuple[float, float]:
     return pairs, hit * max(1, math.ceil(pairs / hit / block_m - 0.05))
 
 
-def describe(desc: GemmDesc, config: GemmConfig | VectorConfig) -> str:
+def describe(desc: GemmDesc, config: GemmConfig | VectorConfig | FewRowsConfig) -> str:
     """One line for ``explain``."""
     if isinstance(config, VectorConfig):
         return describe_vector(desc, config)
+    if isinstance(config, FewRowsConfig):
+        return describe_few_rows(desc, config)
     swapped = " with swap_ab" if config.swap_ab else ""
     swapped += f", {config.sharers} consumers in turn" if config.sharers > 1 else ""
     step = f" of {config.step_blocks * 128} bytes of K" if config.step_blocks > 1 else ""

@@ -1,7 +1,7 @@
 """Grouped GEMM on Hopper: one persistent CTA per SM, a producer warpgroup and one to four consumers.
 
-Tiles of one row have kernels of their own (vector_sm90.py), and so have tiles of four of packed weights
-(packed/vector_sm90.py).
+Tiles of one row and of four have kernels of their own (vector_sm90.py, few_rows_sm90.py, and packed/vector_sm90.py for
+packed weights).
 
 The scheduler walks the tiles, the pipeline keeps the ring full, the epilogue stores; the main loops differ in where the
 operands of wgmma come from:
@@ -22,6 +22,8 @@ from jax import lax
 from pallas_kernels.common.types import TileRef
 from pallas_kernels.grouped_gemm import mainloop_dequant_sm90, mainloop_plain_sm90, mainloop_swap_ab_sm90
 from pallas_kernels.grouped_gemm.config import GemmConfig
+from pallas_kernels.grouped_gemm.few_rows import FewRowsConfig
+from pallas_kernels.grouped_gemm.few_rows_sm90 import few_rows_sm90
 from pallas_kernels.grouped_gemm.packed.config import PackedConfig
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.vector import PackedVectorConfig
@@ -34,7 +36,8 @@ from pallas_kernels.grouped_gemm.vector_sm90 import grouped_gemv_sm90
 
 
 def grouped_gemm_sm90(
-    desc: GemmDesc | PackedDesc, config: GemmConfig | PackedConfig | VectorConfig | PackedVectorConfig
+    desc: GemmDesc | PackedDesc,
+    config: GemmConfig | PackedConfig | VectorConfig | FewRowsConfig | PackedVectorConfig,
 ) -> Callable[[Mapping[str, jax.Array]], Any]:
     """The kernel for ``desc``, a function of the operands by name (``desc.operand_names``).
 
@@ -46,6 +49,9 @@ def grouped_gemm_sm90(
     if isinstance(config, VectorConfig):
         assert isinstance(desc, GemmDesc)
         return grouped_gemv_sm90(desc, config)
+    if isinstance(config, FewRowsConfig):
+        assert isinstance(desc, GemmDesc)
+        return few_rows_sm90(desc, config)
     if isinstance(config, PackedVectorConfig):
         assert isinstance(desc, PackedDesc)
         return packed_gemv_sm90(desc, config)

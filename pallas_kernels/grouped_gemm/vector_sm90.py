@@ -337,13 +337,16 @@ class _Weight:
 
 def _store(desc: GemmDesc, operands: dict[str, Ref], out: Ref, index: Value, value: Value) -> None:
     """What every lane of a warp has, by its first."""
-    thread = simt.thread_index()
+    thread, bits = simt.thread_index(), stored_bits(desc, operands, value)
+    simt.store_bits(out, index, bits, (thread & (LANES - 1)) == 0, jnp.dtype(desc.stored_dtype).itemsize)
+
+
+def stored_bits(desc: GemmDesc, operands: dict[str, Ref], value: Value) -> Value:
+    """Of float32 as they are stored."""
     if desc.requantize == "tensor":
         value = value.astype(jnp.bfloat16).astype(jnp.float32) if desc.is_rounded_first else value
-        bits = simt.e4m3_bits(value * reciprocal(operands["out_scale"][0]))
-    else:
-        bits = simt.float_bits(value, desc.out_dtype)
-    simt.store_bits(out, index, bits, (thread & (LANES - 1)) == 0, jnp.dtype(desc.stored_dtype).itemsize)
+        return simt.e4m3_bits(value * reciprocal(operands["out_scale"][0]))
+    return simt.float_bits(value, desc.out_dtype)
 
 
 def _quantized(

@@ -5,7 +5,6 @@ The kernel itself runs in test_grouped_gemm_packed_gpu.py.
 """
 
 import dataclasses
-import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm import vector_sm90 as plain_vector_sm90
 from pallas_kernels.grouped_gemm.packed import (
     PackedConfig,
     PackedDesc,
@@ -29,35 +27,15 @@ from pallas_kernels.grouped_gemm.packed import (
 from pallas_kernels.grouped_gemm.packed.vector import adds_up_at_once
 from tests.pallas_kernels.test_packed_operands import on_numpy  # noqa: F401
 from tests.support.kernels.cases import packed_case
+from tests.support.kernels.columns_machine import on_columns_machine
 from tests.support.kernels.packed_problem import KINDS, make_problem, packed_tolerance
-from tests.support.kernels.simt_machine import Machine
 from tests.support.refusals import refuses
 
 
 @pytest.fixture(params=["late", "at once"])
 def machine(request, on_numpy, monkeypatch):  # noqa: F811
     """The kernel on NumPy threads, whose copies land as late or as early as they may."""
-    found = Machine(late=request.param == "late")
-    when = lambda condition: lambda run: run() if bool(condition) else None  # noqa: E731
-    pl = types.SimpleNamespace(when=when, ds=lambda start, size: slice(int(start), int(start) + size))
-    monkeypatch.setattr(plain_vector_sm90, "pl", pl)
-    for name, stub in {
-        "simt": found.namespace(),
-        "lax": found.lax(),
-        "row_kernel": found.row_kernel,
-        "mosaic": types.SimpleNamespace(begin=lambda: None),
-        "pl": pl,
-        "plgpu": types.SimpleNamespace(SMEM=lambda shape, dtype: (shape, dtype), RefType=lambda: None),
-        "llvm": types.SimpleNamespace(ptrtoint=lambda kind, ref: (ref, 0)),
-        "mgpu": types.SimpleNamespace(utils=types.SimpleNamespace(memref_ptr=lambda ref: ref)),
-        "arith": types.SimpleNamespace(
-            muli=lambda a, b: a * b,
-            addi=lambda place, b: (place[0], place[1] + b),
-        ),
-    }.items():
-        monkeypatch.setattr(vector_sm90, name, stub)
-    monkeypatch.setattr(api, "hopper_sms", lambda: 132)
-    return found
+    on_columns_machine(monkeypatch, api, vector_sm90, late=request.param == "late")
 
 
 OUT = dict(bfloat16=jnp.bfloat16, float16=jnp.float16, int8=jnp.float32, float8_e4m3fn=jnp.float32)

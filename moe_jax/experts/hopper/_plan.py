@@ -17,7 +17,7 @@ from pallas_kernels import grouped_gemm as plain_gemm
 from pallas_kernels.align import row_capacity
 from pallas_kernels.common.device import hopper_gpu, hopper_sms, portable_target
 from pallas_kernels.common.rows import unpermuted_rows_error
-from pallas_kernels.grouped_gemm import GemmDesc, VectorConfig
+from pallas_kernels.grouped_gemm import FEW_ROWS, FewRowsConfig, GemmDesc, VectorConfig
 from pallas_kernels.grouped_gemm import packed as packed_gemm
 from pallas_kernels.grouped_gemm import portable as portable_gemm
 from pallas_kernels.grouped_gemm.packed import BLOCK_N, PackedDesc, PackedVectorConfig
@@ -97,8 +97,8 @@ def make_plan(
     products = functools.partial(_products, config, weights, key)
     may_be_few = not are_quantized and config.pinned_tokens is None
     may_be_vector = num_tokens == 1 and may_be_few
-    if may_be_vector and isinstance(key, LayerKey):
-        found = _vector_plan(config, weights, key, may_stay=may_stay)
+    if may_be_few and isinstance(key, LayerKey) and (num_tokens == 1 or _are_few(key, num_tokens)):
+        found = _plan_without_wgmma(config, weights, key, num_tokens, may_stay=may_stay)
         if found is not None:
             return found
 
@@ -129,8 +129,8 @@ def make_plan(
             return dataclasses.replace(found, products=(first, second), configs=configs)
 
     if may_be_few and isinstance(key, PackedLayerKey) and _are_few(key, num_tokens):
-        found = plan(packed_gemm.FEW_ROWS, (None, None), "by the heuristic")
-        of_few = PackedVectorConfig(4, block_m=packed_gemm.FEW_ROWS)
+        found = plan(FEW_ROWS, (None, None), "by the heuristic")
+        of_few = PackedVectorConfig(4, block_m=FEW_ROWS)
         if not any(key.config_error(desc, of_few) for desc in found.products):
             return found
 
@@ -159,14 +159,17 @@ def make_plan(
     return plan(block_m, configs, source)
 
 
-def _are_few(key: PackedLayerKey, num_tokens: int) -> bool:
+def _are_few(key: LayerKey | PackedLayerKey, num_tokens: int) -> bool:
     """Whether tiles of ``FEW_ROWS``, which are multiplied without wgmma, are faster than the table's.
 
-    Whole layers take 0.62 to 1.04 of the time where this says so, and up to 1.59 elsewhere (H200, few_rows_h200.txt).
+    Whole layers take 0.62 to 1.04 of the time where this says so, of packed weights up to 1.59 elsewhere, of plain ones
+    1.35 (H200, few_rows_h200.txt).
     """
-    if num_tokens <= packed_gemm.FEW_ROWS:
+    if num_tokens <= FEW_ROWS:
         return num_tokens > 1
     rows = _rows_of_hit(num_tokens, key)
+    if isinstance(key, LayerKey):
+        return num_tokens <= 16 and rows <= 1.4
     if key.operand == "int8":
         return (num_tokens <= 8 and rows <= 2.3) or (num_tokens <= 16 and rows <= 1.6)
     is_small = max(key.hidden_size, key.intermediate_size) <= 2048
@@ -194,33 +197,37 @@ def _requantizing(
     return (first, configs) if together == first else (together, (chosen, configs[1]))
 
 
-def _vector_plan(config: MoEConfig, weights: ExpertWeights, key: LayerKey, *, may_stay: bool) -> Plan | None:
-    """One token and plain weights in tiles of one row; None where no kernel multiplies so. No table holds such calls.
+def _plan_without_wgmma(
+    config: MoEConfig, weights: ExpertWeights, key: LayerKey, num_tokens: int, *, may_stay: bool
+) -> Plan | None:
+    """Plain weights in tiles of one row for one token, of ``FEW_ROWS`` for more; None where no kernel multiplies so. No
+    table holds such calls.
 
-    GEMM 2 quantizes hidden rows itself where their scales are their own and they are short. Else it adds up the rows of
-    the experts: with both, a warp would quantize every row for the few columns that it has. On a shard it adds up
-    nothing, since it would read weights for the experts that others have.
+    Of one token GEMM 2 quantizes hidden rows itself where their scales are their own and they are short. Else it adds
+    up the rows of the experts: with both, a warp would quantize every row for the few columns that it has. On a shard
+    it adds up nothing, since it would read weights for the experts that others have.
     """
-    first, second = _products(config, weights, key, 1, VectorConfig.block_m)
+    block_m, narrowest = (1, VectorConfig(1)) if num_tokens == 1 else (FEW_ROWS, FewRowsConfig(4))
+    first, second = _products(config, weights, key, num_tokens, block_m)
     assert isinstance(first, GemmDesc) and isinstance(second, GemmDesc), "of plain weights"
-    kind = _unpermuted_kind(config, weights, 1, VectorConfig.block_m) if may_stay else None
+    kind = _unpermuted_kind(config, weights, num_tokens, block_m) if may_stay else None
     requantize = "tensor" if key.requantize == "tensor" else "none"
-    first = dataclasses.replace(first, unpermuted_rows=int(kind is not None), requantize=requantize)
+    first = dataclasses.replace(first, unpermuted_rows=0 if kind is None else num_tokens, requantize=requantize)
     is_short = key.lhs_scale in ("row", "group") and second.k <= _SHORT
     quantizing = dataclasses.replace(second, quantization=str(row_kind(weights.scheme)))
     adding = dataclasses.replace(second, num_tokens=1, top_k=config.top_k)
-    if is_short and plain_gemm.config_error(quantizing, VectorConfig(1)) is None:
+    if is_short and plain_gemm.config_error(quantizing, narrowest) is None:
         second = quantizing
-    elif weights.num_experts >= config.num_experts and plain_gemm.config_error(adding, VectorConfig(1)) is None:
+    elif weights.num_experts >= config.num_experts and plain_gemm.config_error(adding, narrowest) is None:
         second = adding
     # In tiles GEMM 1 requantizes float16 rows by groups before they might overflow.
     hidden_dtype = "float32" if key.lhs_scale == "group" and config.dtype.name == "float16" else None
     if hidden_dtype:
         first = dataclasses.replace(first, out_dtype=hidden_dtype)
-    if any(plain_gemm.config_error(desc, VectorConfig(1)) for desc in (first, second)):
+    if any(plain_gemm.config_error(desc, narrowest) for desc in (first, second)):
         return None
     return Plan(
-        VectorConfig.block_m,
+        block_m,
         (first, second),
         (None, None),
         "by the heuristic",

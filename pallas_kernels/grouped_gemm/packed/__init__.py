@@ -13,12 +13,11 @@ from pallas_kernels.grouped_gemm.packed.layout import (
 )
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 from pallas_kernels.grouped_gemm.packed.reference import grouped_gemm_packed_ref
-from pallas_kernels.grouped_gemm.packed.vector import FEW_ROWS, HEIGHTS, PackedVectorConfig, adds_up_at_once
+from pallas_kernels.grouped_gemm.packed.vector import HEIGHTS, PackedVectorConfig, adds_up_at_once
 
 __all__ = [
     "BLOCK_MS",
     "BLOCK_N",
-    "FEW_ROWS",
     "HEIGHTS",
     "PackedConfig",
     "PackedDesc",

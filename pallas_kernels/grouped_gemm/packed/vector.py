@@ -5,56 +5,37 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_kernels.common.sm90 import LANES, WARPGROUP, WARPS
+from pallas_kernels.grouped_gemm.columns import (
+    CHANNELS,
+    FEW_ROWS,
+    LEAST_SLOTS,
+    ROW_PIECES,
+    SPLITS,
+    ColumnsConfig,
+    Ring,
+    ring,
+)
 from pallas_kernels.grouped_gemm.packed.format import BLOCK_N, PackedFormat
 from pallas_kernels.grouped_gemm.packed.problem import PackedDesc
 
-CHANNELS = 16  # of a warp: the rows of one mma.sync
-ROW_PIECES = 8  # of 16 bytes of a row of x, with which a block is multiplied
-FEW_ROWS = 4
 HEIGHTS = (1, FEW_ROWS)  # rows of a tile
 _RING_BYTES = 32 << 10  # of a warpgroup: six of an SM have room for that
 _RING_BYTES_OF_MANY = 24 << 10  # eight have
 _MANY, _BLOCKS_OF_MANY = 2.5, 4  # warpgroups an SM, from which on each warp has so few blocks under way
 _AT_ONCE = 7  # warpgroups on an SM that multiply gate and up projections, by their registers
-_SPLITS = (4, 2, 1)  # preferred ones first
 MOST_ROWS = 8  # of a token that are added up, by a warpgroup each: at 64 registers a thread they take all of an SM's
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedVectorConfig:
-    """Each warp of a warpgroup multiplies 16 channels of every projection with its part of a tile's rows.
+class PackedVectorConfig(ColumnsConfig):
+    """A CTA is one warpgroup, or one for each row of a token, which it adds up.
 
-    A CTA is one warpgroup, or one for each row of a token, which it adds up.
-
-    k_split: how many warps share their channels, each with its part of K.
     most_blocks: of K that a warp has under way, if these are not all; None for as many as there is room for.
     block_m: rows of a tile, one of ``HEIGHTS``.
     """
 
-    k_split: int
     most_blocks: int | None = None
     block_m: int = 1
-
-    @property
-    def block_n(self) -> int:
-        """Columns of a CTA."""
-        return CHANNELS * WARPS // self.k_split
-
-
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """What each warp keeps in shared memory, in pieces of 16 bytes, one after the other for each of ``slots`` blocks.
-
-    steps: blocks of K of a warp, or one more than that. ahead: blocks under way before one is multiplied. words,
-    scales, zeros: pieces of one projection, the latter two of what lies beside the blocks.
-    """
-
-    steps: int
-    slots: int
-    ahead: int
-    words: int
-    scales: int
-    zeros: int
 
 
 def words_a_thread(fmt: PackedFormat) -> int:
@@ -68,26 +49,25 @@ def sums_of_block(fmt: PackedFormat) -> int:
 
 
 def ring_of(desc: PackedDesc, config: PackedVectorConfig) -> Ring:
-    """As deep as a warp's part of K where there is room for it, else as ``config`` says; at least three."""
+    """As deep as a warp's part of K where there is room for it, else as ``config`` says."""
     fmt, number = desc.fmt, sums_of_block(desc.fmt)
     words = (words_a_thread(fmt) * LANES + fmt.scale_words // WARPS) // 4
     scales = number * jnp.dtype(desc.scale_dtype).itemsize if fmt.scale == "group" else 0
     zeros = number * jnp.dtype(fmt.operand).itemsize if fmt.has_zero_point else 0
-    steps = -(-(desc.k // fmt.block_k) // config.k_split)
     of_slot = WARPS * 16 * (desc.projections * (words + scales + zeros) + ROW_PIECES * config.block_m)
     room = (_RING_BYTES_OF_MANY if desc.top_k or config.most_blocks else _RING_BYTES) // of_slot
+    steps = -(-(desc.k // fmt.block_k) // config.k_split)
     if room < steps:
-        room = max(3, min(room, config.most_blocks or room))
-    slots = min(steps, room)
-    return Ring(steps, slots, slots if slots == steps else slots - 1, words, scales, zeros)
+        room = max(LEAST_SLOTS, min(room, config.most_blocks or room))
+    return ring(steps, room, words, scales, zeros)
 
 
 def vector_error(desc: PackedDesc, config: PackedVectorConfig) -> str | None:
     """Why ``config`` cannot run ``desc``, or None when it can."""
     if reason := desc.unsupported():
         return reason
-    if config.k_split not in _SPLITS:
-        return f"k_split={config.k_split}: one of {', '.join(map(str, sorted(_SPLITS)))} warps share K"
+    if config.k_split not in SPLITS:
+        return f"k_split={config.k_split}: one of {', '.join(map(str, sorted(SPLITS)))} warps share K"
     if config.block_m not in HEIGHTS:
         return f"block_m={config.block_m}: one of {', '.join(map(str, HEIGHTS))} rows"
     if desc.unpermuted_rows > config.block_m:
@@ -134,7 +114,7 @@ def vector_candidates(desc: PackedDesc, num_sms: int, block_m: int = 1) -> list[
 
     found = [
         PackedVectorConfig(k_split, _BLOCKS_OF_MANY if of_sm(k_split) >= _MANY else None, block_m)
-        for k_split in sorted(_SPLITS, key=is_second_choice)
+        for k_split in sorted(SPLITS, key=is_second_choice)
     ]
     return [config for config in found if vector_error(desc, config) is None]
 

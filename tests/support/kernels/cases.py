@@ -18,7 +18,7 @@ from pallas_kernels.combine.config import CombineDesc
 from pallas_kernels.combine.config import choose_config as choose_combine_config
 from pallas_kernels.combine.kernel_sm90 import combine_sm90
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm import GemmConfig, GemmDesc, VectorConfig, candidates
+from pallas_kernels.grouped_gemm import FewRowsConfig, GemmConfig, GemmDesc, VectorConfig, candidates
 from pallas_kernels.grouped_gemm.dgrad import DgradConfig, DgradDesc
 from pallas_kernels.grouped_gemm.dgrad import candidates as dgrad_candidates
 from pallas_kernels.grouped_gemm.dgrad.config import COPIES_OF_SCALE, operand_names
@@ -107,13 +107,16 @@ def gemm(name: str) -> GemmDesc:
     return dataclasses.replace(_BASE, **GEMMS[name])
 
 
-def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> Case:
+def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig | FewRowsConfig) -> Case:
     """The Hopper grouped GEMM on its flat operands."""
     shapes = _gemm_shapes(desc, config)
     if isinstance(config, VectorConfig):
         return _case_of_operands(
             f"grouped_gemm of single rows, {name}, {config.channels} channels", desc, config, shapes, None
         )
+    if isinstance(config, FewRowsConfig):
+        form = f"K in {config.k_split} parts"
+        return _case_of_operands(f"grouped_gemm of few rows, {name}, {form}", desc, config, shapes, None)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(desc.dtype, "HGMMA")
     form = " swapped" * config.swap_ab + f", steps of {config.step_blocks}" * (config.step_blocks > 1)
     form += f", {config.sharers} sharers" * (config.sharers > 1)
@@ -122,7 +125,7 @@ def gemm_case(name: str, desc: GemmDesc, config: GemmConfig | VectorConfig) -> C
     return _case_of_operands(name, desc, config, shapes, instruction)
 
 
-def _gemm_shapes(desc: GemmDesc, config: GemmConfig | VectorConfig) -> dict[str, Shape]:
+def _gemm_shapes(desc: GemmDesc, config: GemmConfig | VectorConfig | FewRowsConfig) -> dict[str, Shape]:
     """Of all operands that a call may have."""
     matrices, groups_k, groups_n = desc.num_experts * desc.projections, -(-desc.k // 128), -(-desc.n // 128)
     tiles = ((desc.rows // config.block_m,), "int32")
@@ -490,6 +493,9 @@ def vector_cases() -> Iterator[Case]:
     for name in ("bf16", "f16 to f32", "fp8 row", "fp8 block", "int8 row"):  # the narrowest loads: a lane's two bytes
         k = 544 if gemm(name).itemsize == 2 else 576
         yield gemm_case(f"{name}, K {k}", dataclasses.replace(gemm(name), rows=8, k=k), VectorConfig(2))
+        few = dataclasses.replace(gemm(name), rows=16, has_tile_rows=True)
+        for config in candidates(few, FewRowsConfig.block_m, H200_SMS):
+            yield gemm_case(name, few, config)
     long = dict(rows=8, k=14336, n=4096)
     for name in ("bf16", "fp8 row", "fp8 block", "int8 row"):
         yield gemm_case(f"{name} of long rows", dataclasses.replace(gemm(name), **long), VectorConfig(2))
@@ -599,6 +605,9 @@ def packed_case(name: str, desc: PackedDesc, config: PackedConfig | PackedVector
         name = f"grouped_gemm_packed of {rows}, {name}, K in {config.k_split} parts"
         name += f", {desc.top_k} added up" * bool(desc.top_k)
         return _case_of_operands(name, desc, config, shapes, None)
+    if isinstance(config, FewRowsConfig):
+        form = f"K in {config.k_split} parts"
+        return _case_of_operands(f"grouped_gemm of few rows, {name}, {form}", desc, config, shapes, None)
     instruction = {"float8_e4m3fn": "QGMMA", "int8": "IGMMA"}.get(fmt.operand, "HGMMA")
     return _case_of_operands(f"grouped_gemm_packed {name}, {config}", desc, config, shapes, instruction)
 
