@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common.activations import Activation
-from pallas_kernels.grouped_gemm import GemmConfig, VectorConfig, grouped_gemm
+from pallas_kernels.grouped_gemm import FewRowsConfig, GemmConfig, VectorConfig, grouped_gemm
 from pallas_kernels.quantize_and_permute import quantize_and_permute
 from tests.support.kernels.gemm_problem import (
     KINDS,
@@ -60,15 +60,16 @@ def test_swapped(kind, block_m, block_n):
     check(kind, [3, 40, 0, 9, 1, 64], config, k=1152, n=704, padding=np.nan)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64, 1000])
+@pytest.mark.parametrize("rows", [1, 3, 5, 64, 1000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_side_by_side(kind, rows):
     """Queries, keys and values in one launch: the bits of three with the same tiles."""
-    block_m = 1 if rows == 1 else 16 if rows <= 16 else 64 if rows <= 64 else 128
+    block_m = next(height for height in (1, 4, 16, 64, 128, 1000) if height >= min(rows, 128))
     sizes: Any = dict(block_m=block_m, k=1152, spare_tiles=0, bias="bfloat16")
     problems = [make_problem(kind, [rows], n=n, seed=i, **sizes) for i, n in enumerate((1024, 256, 192))]
     x, _, *tiles = problems[0].args
-    config = VectorConfig(2) if block_m == 1 else GemmConfig(block_m, 64, 3, swap_ab=block_m == 16)
+    config: Any = VectorConfig(2) if block_m == 1 else GemmConfig(block_m, 64, 3, swap_ab=block_m == 16)
+    config = FewRowsConfig(4) if block_m == 4 else config
     own = {name: tuple(p.kwargs[name] for p in problems) for name in ("w_scale", "bias")}
     own = {name: None if arrays[0] is None else arrays for name, arrays in own.items()}
     shared: Any = dict(x_scale=problems[0].kwargs["x_scale"], config=config, implementation="hopper")
@@ -119,19 +120,40 @@ def test_single_rows_gated_with_bias(kind, k):
     check(kind, [3, 0, 1, 2], VectorConfig(2), k=k, n=208, bias="bfloat16", with_tile_rows=True, **GATED_OAI)
 
 
+@pytest.mark.parametrize("k_split", [1, 2, 4])
+@pytest.mark.parametrize("k", [768, 1152, 2880, 14336])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows(kind, k, k_split):
+    check(kind, [3, 0, 1, 4, 9], FewRowsConfig(k_split), k=k, n=208, padding=np.nan)
+
+
+@pytest.mark.parametrize("k", [768, 2880, 7168])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_gated_with_bias(kind, k):
+    check(kind, [3, 0, 1, 6], FewRowsConfig(4), k=k, n=208, bias="bfloat16", with_tile_rows=True, **GATED_OAI)
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_few_rows_of_routings(routing, out_dtype):
+    check("fp8_row", ROUTINGS[routing], FewRowsConfig(4), k=768, n=208, bias="float32", out_dtype=out_dtype)
+
+
 @pytest.mark.parametrize("out_dtype", [jnp.float16, jnp.float32])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_single_rows_of_routings(routing, out_dtype):
     check("fp8_row", ROUTINGS[routing], VectorConfig(1), k=768, n=208, bias="float32", out_dtype=out_dtype)
 
 
+@pytest.mark.parametrize("config", [VectorConfig(1), FewRowsConfig(4)])
 @pytest.mark.parametrize("is_rounded_first", [True, False])
-def test_single_rows_requantized(is_rounded_first):
+def test_single_and_few_rows_requantized(is_rounded_first, config):
     """By one given scale: the codes of tiles of 64 rows, but for products next to a tie."""
     out_dtype = jnp.bfloat16 if is_rounded_first else jnp.float32
     options: Any = dict(k=768, n=256, requantize="tensor", out_dtype=out_dtype, **GATED)
-    alone = make_problem("fp8_tensor", [1, 0, 1], block_m=1, spare_tiles=0, **options)
-    found = np.asarray(run(alone, VectorConfig(1))).astype(np.float32)
+    sizes = [1, 0, 1] if config.block_m == 1 else [4, 0, 8]
+    alone = make_problem("fp8_tensor", sizes, block_m=config.block_m, spare_tiles=0, **options)
+    found = np.asarray(run(alone, config)).astype(np.float32)
     expected = np.asarray(grouped_gemm(*alone.args, **alone.kwargs, implementation="reference")).astype(np.float32)
     assert (found == expected).mean() > 0.99
     np.testing.assert_allclose(found, expected, rtol=0.13, atol=2**-9)

@@ -307,7 +307,7 @@ def test_measured_configurations_come_first(monkeypatch):
     """Unless the table is of another layer, or its configuration cannot run this one."""
     layer = make_layer("int8_w8a8", implementation="hopper")
     config, weights = layer.config, layer.weights.get_value()
-    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, swap_ab=True)] * 2)
+    pair = LayerConfig(48, *[GemmConfig(48, 64, 5, swap_ab=True)] * 2)
     table = Table("NVIDIA H200", (Entry(hopper_plan.layer_key(config, weights), 16, pair, 1.0),))
     monkeypatch.setattr(hopper_plan, "table_for", lambda device: table)
     with on_hopper():
@@ -318,17 +318,17 @@ def test_measured_configurations_come_first(monkeypatch):
 
 
 def test_measurements_for_far_more_or_fewer_tokens_are_left_alone(monkeypatch):
-    """Tiles chosen for 24 tokens stay nearly empty at two, and at 49 experts may take several."""
+    """Tiles chosen for 48 tokens stay nearly empty at five, and at 97 experts may take several."""
     layer = make_layer("int8_w8a8", implementation="hopper")
     key = hopper_plan.layer_key(layer.config, layer.weights.get_value())
-    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, swap_ab=True)] * 2)
-    monkeypatch.setattr(hopper_plan, "table_for", lambda device: Table("NVIDIA H200", (Entry(key, 24, pair, 1.0),)))
+    pair = LayerConfig(48, *[GemmConfig(48, 64, 5, swap_ab=True)] * 2)
+    monkeypatch.setattr(hopper_plan, "table_for", lambda device: Table("NVIDIA H200", (Entry(key, 48, pair, 1.0),)))
     with on_hopper():
         assert "GEMM 2: matrix times vector" in layer.explain(1)
-        for tokens, is_near in ((2, False), (3, True), (24, True), (48, True), (49, False)):
+        for tokens, is_near in ((5, False), (6, True), (48, True), (96, True), (97, False)):
             text = layer.explain(tokens)
-            assert ("by the heuristic, since the nearest measurement is for 24 tokens" in text) != is_near
-            assert ("measured for 24 tokens" in text) == is_near
+            assert ("by the heuristic, since the nearest measurement is for 48 tokens" in text) != is_near
+            assert ("measured for 48 tokens" in text) == is_near
 
 
 @pytest.mark.parametrize(
@@ -411,8 +411,9 @@ def test_float16_is_requantized_before_it_overflows(scheme):
         with on_hopper():
             for kernels in ("hopper", "reference"):
                 plan = hopper_plan.make_plan(config, weights, tokens, kernels)
-                if tokens == 1:  # in tiles of one row: by the given scale, or left in float32 for the next product
-                    assert plan.block_m == 1 and (plan.requantize == "tensor" or plan.hidden_dtype == "float32")
+                if tokens <= 3:  # without wgmma: by the given scale, or left in float32 for the next product
+                    assert plan.block_m == (1 if tokens == 1 else 4)
+                    assert plan.requantize == "tensor" or plan.hidden_dtype == "float32"
                     continue
                 assert plan.products[0].requantize != "none" and plan.block_m in (64, 128)
     # Entries of the table are for bfloat16 as well, whose small-M tiles do not take it then.
@@ -446,13 +447,14 @@ def test_small_m_tiles_of_128_columns_requantize(scheme):
         assert ("which requantize their rows" in first) == requantizes
 
 
-@pytest.mark.parametrize("tokens", [3, 37])
-def test_static_rows_are_requantized_apart(tokens):
+@pytest.mark.parametrize(("tokens", "requantize"), [(3, "tensor"), (7, "none"), (37, "none")])
+def test_static_rows_are_requantized_apart(tokens, requantize):
+    """By a launch of its own, but for tiles of a few rows."""
     config = make_config(
         "fp8_tensor_static", num_experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype="bfloat16"
     )
     weights, x = make_stored_weights(config), make_tokens(tokens, config, dtype="bfloat16")
-    assert hopper_plan.make_plan(config, weights, tokens, "reference").products[0].requantize == "none"
+    assert hopper_plan.make_plan(config, weights, tokens, "reference").products[0].requantize == requantize
     p, ids = make_routing(tokens, K, E)
     actual = hopper_experts.forward(config, x, jnp.where(ids >= 0, p, 0.0), ids, weights, kernels="reference")
     assert_layer_close(actual, x, p, ids, weights, config)

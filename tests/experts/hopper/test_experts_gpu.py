@@ -54,9 +54,10 @@ def test_not_gated(scheme):
     check(scheme, 37, is_act_and_mul=False, activation="relu2", has_bias=True)
 
 
+@pytest.mark.parametrize("tokens", [3, 37])
 @pytest.mark.parametrize("scheme", [name for name in KINDS if has_kernels(name, "float16")])
-def test_float16(scheme):
-    check(scheme, 37, dtype="float16")
+def test_float16(scheme, tokens):
+    check(scheme, tokens, dtype="float16")
 
 
 @pytest.mark.parametrize("scheme", KINDS)

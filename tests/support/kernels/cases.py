@@ -486,16 +486,20 @@ def unpermuted_cases() -> Iterator[Case]:
 
 
 def vector_cases() -> Iterator[Case]:
-    """Tiles of one row: every description that has them, long rows, rows that are quantized first, weights apart."""
+    """Tiles of one row and of a few: every description that has them, long rows, rows that are quantized first, weights
+    apart."""
     for name in GEMMS:
         for config in candidates(dataclasses.replace(gemm(name), rows=8), 1, H200_SMS):
             yield gemm_case(name, dataclasses.replace(gemm(name), rows=8), config)
-    for name in ("bf16", "f16 to f32", "fp8 row", "fp8 block", "int8 row"):  # the narrowest loads: a lane's two bytes
-        k = 544 if gemm(name).itemsize == 2 else 576
-        yield gemm_case(f"{name}, K {k}", dataclasses.replace(gemm(name), rows=8, k=k), VectorConfig(2))
         few = dataclasses.replace(gemm(name), rows=16, has_tile_rows=True)
         for config in candidates(few, FewRowsConfig.block_m, H200_SMS):
             yield gemm_case(name, few, config)
+        same = dataclasses.replace(few, unpermuted_rows=3)
+        for config in candidates(same, FewRowsConfig.block_m, H200_SMS)[:1]:
+            yield gemm_case(f"the same 3 of {name}", same, config)
+    for name in ("bf16", "f16 to f32", "fp8 row", "fp8 block", "int8 row"):  # the narrowest loads: a lane's two bytes
+        k = 544 if gemm(name).itemsize == 2 else 576
+        yield gemm_case(f"{name}, K {k}", dataclasses.replace(gemm(name), rows=8, k=k), VectorConfig(2))
     long = dict(rows=8, k=14336, n=4096)
     for name in ("bf16", "fp8 row", "fp8 block", "int8 row"):
         yield gemm_case(f"{name} of long rows", dataclasses.replace(gemm(name), **long), VectorConfig(2))
