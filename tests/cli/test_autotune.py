@@ -60,13 +60,17 @@ def test_one_token_in_tiles_of_one_row(run, capsys):
     assert {(type(entry.key), entry.tokens) for entry in held()} == {(LayerKey, 1)}
 
 
-def test_few_tokens_of_packed_weights(run, capsys):
-    few = ("--model", "128,8,512,256", "--scheme", "w4a16_g128", "--tokens", "4,8,9")
+def test_few_tokens(run, capsys):
+    """Of plain weights, and of packed ones, by their rules."""
+    few = ("--model", "128,8,512,256", "--scheme", "fp8_channel,w4a16_g128", "--tokens", "4,8,9,16")
     assert run(*few) == 0
     out = capsys.readouterr().out
-    for tokens in (4, 8):
-        assert f"{tokens} tokens: not measured: multiplied without wgmma, in tiles of 4 rows, which no table" in out
-    assert [entry.tokens for entry in held()] == [9]
+    for scheme, tokens in (("fp8_channel", (4, 8, 9)), ("w4a16_g128", (4, 8))):
+        for count in tokens:
+            line = f"in {scheme}, {count} tokens: not measured: multiplied without wgmma, in tiles of 4 rows, which no"
+            assert line in out
+    measured = {(type(entry.key), entry.tokens) for entry in held()}
+    assert measured == {(LayerKey, 16), (PackedLayerKey, 9), (PackedLayerKey, 16)}
 
 
 def test_a_shard_of_a_mesh(run):
@@ -81,7 +85,7 @@ def test_a_shard_of_a_mesh(run):
 
 
 def test_the_layers_of_a_checkpoint(run, tmp_path, checkpoint):
-    assert run("--model", str(checkpoint), "--tokens", "4") == 0
+    assert run("--model", str(checkpoint), "--tokens", "64") == 0
     (entry,) = held()
     config = json.loads((checkpoint / "config.json").read_text())
     assert entry.key == LayerKey(

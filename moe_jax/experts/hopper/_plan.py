@@ -169,7 +169,8 @@ def _are_few(key: LayerKey | PackedLayerKey, num_tokens: int) -> bool:
         return num_tokens > 1
     rows = _rows_of_hit(num_tokens, key)
     if isinstance(key, LayerKey):
-        return num_tokens <= 16 and rows <= 1.4
+        # Small-M tiles requantize in groups themselves, which takes as little time.
+        return num_tokens <= 16 and rows <= 1.4 and key.requantize != "group"
     if key.operand == "int8":
         return (num_tokens <= 8 and rows <= 2.3) or (num_tokens <= 16 and rows <= 1.6)
     is_small = max(key.hidden_size, key.intermediate_size) <= 2048

@@ -307,7 +307,7 @@ def test_measured_configurations_come_first(monkeypatch):
     """Unless the table is of another layer, or its configuration cannot run this one."""
     layer = make_layer("int8_w8a8", implementation="hopper")
     config, weights = layer.config, layer.weights.get_value()
-    pair = LayerConfig(48, *[GemmConfig(48, 64, 5, swap_ab=True)] * 2)
+    pair = LayerConfig(32, *[GemmConfig(32, 64, 5, swap_ab=True)] * 2)
     table = Table("NVIDIA H200", (Entry(hopper_plan.layer_key(config, weights), 16, pair, 1.0),))
     monkeypatch.setattr(hopper_plan, "table_for", lambda device: table)
     with on_hopper():

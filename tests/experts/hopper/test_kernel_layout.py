@@ -24,7 +24,7 @@ from moe_jax.experts.hopper._kernel_layout import (
     to_plain_layout,
 )
 from moe_jax.quantization import SCHEMES, Scheme, method_for
-from pallas_kernels.tuning import PACKED_FORMATS, PackedLayerKey
+from pallas_kernels.tuning import FORMATS, PACKED_FORMATS, LayerKey, PackedLayerKey
 from tests.support.cases.hopper_layers import on_hopper
 from tests.support.kernels.case import launches
 
@@ -244,10 +244,14 @@ def test_pinned_configurations_do_not_follow_the_call():
         ((8, 2, 4096, 14336), "int4_int8", (4, 8, 9), (True, True, False)),
         ((8, 8, 4096, 14336), "int4_int8", (4, 5), (True, False)),  # every expert has all tokens
         ((128, 4, 2880, 2880), "int4_int8", (16, 17), (True, False)),
+        ((128, 8, 2048, 768), "fp8_channel", (0, 1, 2, 4, 12, 13), (False, False, True, True, True, False)),
+        ((128, 8, 2048, 768), "fp8_block", (4, 5), (True, False)),
+        ((128, 4, 2880, 2880), "bf16", (16, 17), (True, False)),
+        ((8, 2, 4096, 14336), "int8", (4, 5), (True, False)),  # 1.6 rows of an expert that is hit
     ],
 )
 def test_which_layers_have_tiles_of_four_rows(sizes, fmt, tokens, expected):
-    key = PackedLayerKey(*sizes, **PACKED_FORMATS[fmt])
+    key = LayerKey(*sizes, **FORMATS[fmt]) if fmt in FORMATS else PackedLayerKey(*sizes, **PACKED_FORMATS[fmt])
     assert tuple(hopper_plan._are_few(key, count) for count in tokens) == expected
 
 

@@ -1,4 +1,5 @@
-"""A token by itself: tiles of one row, products that quantize and add up rows, against the float64 judge."""
+"""A token by itself: tiles of one row, products that quantize and add up rows; few tokens in tiles of four. Against the
+float64 judge."""
 
 import dataclasses
 import functools
@@ -50,29 +51,29 @@ def make_layer(scheme, **options):
     return config, weights, to_kernel_layout(weights, config) if scheme in PACKED else weights
 
 
-def check(scheme, kernels, **options):
+def check(scheme, kernels, tokens=1, **options):
     """From ids, one slot without an expert; and from logits, with a shared output, masked or not."""
     config, weights, held = make_layer(scheme, **options)
-    plan = hopper_plan.make_plan(config, held, 1, kernels)
-    assert plan.block_m == 1
-    x = cases.make_tokens(3, config, dtype=config.dtype.name)[2:]
+    plan = hopper_plan.make_plan(config, held, tokens, kernels)
+    assert plan.block_m == (1 if tokens == 1 else 4)
+    x = cases.make_tokens(3, config, dtype=config.dtype.name)[3 - tokens :]
     p, ids = cases.make_routing(3)
-    p, ids = jnp.where(jnp.isfinite(p), p, 0.5)[2:], ids[2:].at[0, 0].set(-1)
+    p, ids = jnp.where(jnp.isfinite(p), p, 0.5)[3 - tokens :], ids[3 - tokens :].at[0, 0].set(-1)
     p = jnp.where(ids >= 0, p, 0.0)
     run = jax.jit(functools.partial(hopper_experts.forward, config, kernels=kernels))
     y = np.asarray(run(x, p, ids, held))
     judge = functools.partial(assert_layer_close, weights=weights, config=config, on_gpu=kernels == "hopper")
     judge(y, x, p, ids)
 
-    z = jnp.asarray(np.random.default_rng(3).standard_normal((1, cases.E)), jnp.float32)
-    shared = jnp.ones((1, config.hidden_size), x.dtype)
+    z = jnp.asarray(np.random.default_rng(3).standard_normal((tokens, cases.E)), jnp.float32)
+    shared = jnp.ones((tokens, config.hidden_size), x.dtype)
     layer = jax.jit(functools.partial(hopper_experts.forward_layer, config, kernels=kernels))
     routed, ids, sizes = layer(x, z, held, None, None, None)
     with_shared, *_ = layer(x, z, held, None, None, shared)
-    masked, _, of_masked = layer(x, z, held, None, jnp.zeros(1, bool), shared)
+    masked, _, of_masked = layer(x, z, held, None, jnp.zeros(tokens, bool), shared)
     chosen = jnp.take_along_axis(jax.nn.softmax(z), ids, axis=1)
-    judge(routed, x, chosen / chosen.sum() if config.renormalize else chosen, ids)
-    assert sizes.sum() == config.top_k and not of_masked.any()
+    judge(routed, x, chosen / chosen.sum(axis=1, keepdims=True) if config.renormalize else chosen, ids)
+    assert sizes.sum() == tokens * config.top_k and not of_masked.any()
     spacing = float(jnp.finfo(x.dtype).eps) * (1 + np.abs(np.asarray(routed, np.float64)).max())
     difference = np.asarray(with_shared, np.float64) - np.asarray(routed, np.float64)
     assert np.abs(difference - 1).max() <= 2 * spacing
@@ -89,16 +90,18 @@ LAYERS = [
 ]
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("scheme", "options"), LAYERS)
 @pytest.mark.sample(9)
-def test_plumbing_on_kernel_references(scheme, options):
-    check(scheme, "reference", **options)
+def test_plumbing_on_kernel_references(scheme, options, tokens):
+    check(scheme, "reference", tokens, **options)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize(("scheme", "options"), LAYERS)
-def test_gpu(scheme, options):
-    check(scheme, "hopper", **options)
+def test_gpu(scheme, options, tokens):
+    check(scheme, "hopper", tokens, **options)
 
 
 @pytest.mark.gpu
@@ -190,10 +193,26 @@ def test_one_scale_for_the_call(change, dtype):
     assert_layer_close(np.asarray(y), x, p, ids, weights=weights, config=config, on_gpu=False)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_channel", "w4a16_g128"])
-def test_more_tokens(scheme):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_few_tokens(scheme):
+    """Nothing is left where it is that a tile does not hold, and nobody quantizes or adds up; pinned calls, and rows
+    that are quantized already, have other tiles."""
     config, _, held = make_layer(scheme)
-    assert hopper_plan.make_plan(config, held, 2, "reference").block_m > 1
+    for tokens in (2, 4):
+        plan = hopper_plan.make_plan(config, held, tokens, "reference")
+        assert plan.block_m == 4 and plan.unpermuted == (scheme != "fp8_tensor")
+        assert plan.requantize == ("tensor" if scheme == "fp8_tensor_static" else "none")
+        assert not plan.adds_up and plan.hidden_quantization == "none"
+        assert not hopper_plan.make_plan(config, held, tokens, "reference", may_stay=False).unpermuted
+        assert hopper_plan.make_plan(config, held, tokens, "reference", are_quantized=True).block_m > 4
+        pinned = dataclasses.replace(config, pinned_tokens=tokens)
+        assert hopper_plan.make_plan(pinned, held, tokens, "reference").block_m > 4
+    wide = dataclasses.replace(config, num_experts=1024, top_k=2)  # as a layer of many experts: 1.01 rows of each
+    many = method_for(config.scheme).abstract_weights(wide)
+    for tokens in (5, 16, 17):
+        is_few = tokens <= 16 and not scheme.startswith("fp8_block")
+        plan = hopper_plan.make_plan(wide, many, tokens, "reference")
+        assert (plan.block_m == 4, plan.unpermuted) == (is_few, not is_few and scheme != "fp8_tensor" and tokens <= 16)
 
 
 def test_packed_rows_are_added_up_where_all_ctas_run_at_once():
